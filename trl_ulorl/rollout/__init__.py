@@ -1,0 +1,1 @@
+"""Segment rollout: pools, schedule, scoring and engines (Algorithm 1 of the paper)."""

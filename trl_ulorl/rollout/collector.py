@@ -1,0 +1,411 @@
+"""Collect one batch of complete groups per rollout step: Algorithm 1 around the pools.
+
+A round admits prompts, decodes every unfinished rollout by a segment, scores what ended and sorts the groups that are
+complete. Rounds follow each other under one policy until a batch is in hand.
+
+Over several ranks the unfinished rollouts of a group live on one rank, and complete groups are exchanged once a round, so
+that the experience pool, the stream of prompts and the ledger are the same everywhere and every rank takes the same
+decisions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .engine import DecodeRequest, SegmentEngine
+from .pool import (
+    ExperiencePool,
+    Finish,
+    Ledger,
+    Outcome,
+    Rollout,
+    RolloutGroup,
+    Segment,
+    UnfinishedPool,
+    pack_groups,
+    unpack_groups,
+)
+from .prompts import PromptStream
+from .report import StepReport, batch_metrics, completed_metrics, ledger_metrics, step_metrics
+from .schedule import SegmentSchedule, balanced_order
+from .scoring import RewardInput, RewardScorer
+from .selection import has_baseline, is_mixed, settle_rewards
+
+logger = logging.getLogger(__name__)
+
+MAX_REFILL_ROUNDS = 10  # rounds beyond `num_segments` before a batch is filled with filtered groups
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorSettings:
+    """What the collector needs to know of the configuration.
+
+    Args:
+        num_generations: Rollouts per prompt, `G`.
+        num_segments: Segments that a rollout of full length takes.
+        dynamic_sampling: Whether groups with equal rewards are left out.
+        reward_weights: Weight of each reward function.
+        scored_at_batch_time: Whether a reward model gives rewards only once the batch is formed, so that nothing can
+            be decided on them here.
+        correctness_index: The reward function whose mean is the accuracy.
+        truncated_is_wrong: Whether truncation counts as wrong.
+    """
+
+    num_generations: int
+    num_segments: int
+    dynamic_sampling: bool
+    reward_weights: tuple[float, ...]
+    scored_at_batch_time: bool
+    correctness_index: int
+    truncated_is_wrong: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt ready to be decoded: its token ids and the most completion tokens that fit behind it."""
+
+    token_ids: Sequence[int]
+    max_length: int
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """What every rank knows of an unfinished group, wherever it lives."""
+
+    row_index: int
+    admitted_version: int
+    owner: int
+
+
+class ExperienceCollector:
+    """Runs the rounds and keeps the pools and the ledger.
+
+    Args:
+        engine: Decodes segments with the current policy.
+        schedule: Who decodes, how far, and what is admitted.
+        prompts: The stream of row indices.
+        scorer: Scores finished rollouts.
+        settings: The rest of the configuration.
+        tokenize: Row indices to prompts.
+        render: A finished rollout to what reward functions see.
+        exchange: Gathers one object from every rank, in rank order.
+        rank: This process.
+        num_ranks: All processes.
+        on_close: Told of every group that leaves, with its outcome and the policy version.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: SegmentEngine,
+        schedule: SegmentSchedule,
+        prompts: PromptStream,
+        scorer: RewardScorer,
+        settings: CollectorSettings,
+        tokenize: Callable[[list[int]], list[Prompt]],
+        render: Callable[[RolloutGroup, Rollout], RewardInput],
+        exchange: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda payload: [payload],
+        rank: int = 0,
+        num_ranks: int = 1,
+        on_close: Callable[[RolloutGroup, Outcome, int], None] = lambda group, outcome, version: None,
+    ) -> None:
+        self.engine = engine
+        self.schedule = schedule
+        self.prompts = prompts
+        self.scorer = scorer
+        self._settings = settings
+        self._tokenize = tokenize
+        self._render = render
+        self._exchange = exchange
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._on_close = on_close
+        self.unfinished = UnfinishedPool()
+        self.ready = ExperiencePool()
+        self.ledger = Ledger()
+        self.training: list[RolloutGroup] = []
+        self._tickets: dict[int, _Ticket] = {}
+        self._open_by_rank = [0] * num_ranks
+        self._unfinished_tokens = 0  # over all ranks
+        self.num_failed_rewards = 0  # over all ranks
+        self.report = StepReport()
+
+    # ---------------------------------------------------------------------------------------------- one rollout step
+
+    def collect(self, version: int, num_batches_left: int | None = None) -> list[RolloutGroup]:
+        """Advance until a batch of complete groups is in hand, and take it.
+
+        Args:
+            version: Current policy version, the optimizer step.
+            num_batches_left: With `drain`, the batches still to be trained on, this one included.
+
+        Returns:
+            `groups_per_batch` groups, the same on every rank, in an order that gives ranks equal work.
+
+        Raises:
+            RuntimeError: If decoding failed on any rank.
+        """
+        self.report = StepReport()
+        while not self._has_batch(version, num_batches_left):
+            self._run_round(version, num_batches_left)
+        return self._take_batch(version)
+
+    def finish_batch(self, version: int) -> None:
+        """Book the batch as trained: its last update is done."""
+        for group in self.training:
+            self._close(group, Outcome.TRAINED, version)
+        self.training = []
+
+    def ledger_balance(self) -> dict[str, dict[str, int]]:
+        """Return the ledger over all ranks, checked."""
+        held = self.ready.num_tokens + sum(group.num_tokens for group in self.training) + self._unfinished_tokens
+        waiting = len(self.ready) + len(self.training)
+        waiting += len(self.report.fillers)  # still candidates for this batch
+        held += sum(group.num_tokens for group, _ in self.report.fillers)
+        return self.ledger.balance(ready=waiting, unfinished=len(self._tickets), held_tokens=held)
+
+    def _has_batch(self, version: int, num_batches_left: int | None) -> bool:
+        num_fillers = 0
+        if self._is_late:
+            num_fillers = len(self.report.fillers)
+            if num_batches_left is not None:  # filling must not leave groups in hand that no later batch can take
+                num_fillers = min(num_fillers, num_batches_left * self.schedule.groups_per_batch - self._num_held)
+        return len(self.ready) + num_fillers >= self.schedule.groups_per_batch and not self._due_groups(version)
+
+    @property
+    def _num_held(self) -> int:
+        return len(self._tickets) + len(self.ready)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether so many rounds gave so few groups with differing rewards that the batch will be filled."""
+        return self.report.num_rounds >= self._settings.num_segments + MAX_REFILL_ROUNDS
+
+    def _due_groups(self, version: int) -> set[int]:
+        """Return the unfinished groups that have to be in this batch, so that the staleness bound holds."""
+        held = {group.group_id: group.admitted_version for group in self.ready.groups}
+        held.update((group_id, ticket.admitted_version) for group_id, ticket in self._tickets.items())
+        oldest_first = sorted(held)
+        num_due = self.schedule.num_due([held[group_id] for group_id in oldest_first], version)
+        return self._tickets.keys() & set(oldest_first[:num_due])
+
+    def _run_round(self, version: int, num_batches_left: int | None) -> None:
+        self._admit(version, num_batches_left)
+        payload: dict[str, Any] = {"error": None}
+        failure: Exception | None = None
+        try:
+            payload.update(self._decode(version))
+            started = time.perf_counter()
+            self.scorer.wait()
+            self.report.score_seconds += time.perf_counter() - started
+        except Exception as error:  # told to the other ranks first: they would wait for this one for ever
+            failure, payload["error"] = error, f"{type(error).__name__}: {error}"
+        else:
+            complete = self.unfinished.pop_complete()
+            payload["records"], payload["arrays"] = pack_groups(complete)
+            payload["open"] = len(self.unfinished.open_rollouts())
+            payload["unfinished_tokens"] = self.unfinished.num_tokens
+            payload["failed_rewards"] = self.scorer.num_failures.total()
+        started = time.perf_counter()
+        payloads = self._exchange(payload)
+        self.report.exchange_seconds += time.perf_counter() - started
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(payloads):
+            if other["error"] is not None:
+                raise RuntimeError(f"Decoding failed on rank {rank} ({other['error']}): see that rank's traceback.")
+        self._receive(payloads, version)
+        self.report.num_rounds += 1
+
+    def _admit(self, version: int, num_batches_left: int | None) -> None:
+        if self._is_late and num_batches_left is not None:
+            return
+        num_new = self.schedule.num_admissions(
+            num_held=self._num_held, num_ready=len(self.ready), num_batches_left=num_batches_left
+        )
+        load = list(self._open_by_rank)
+        mine: list[tuple[int, int]] = []
+        for row_index in self.prompts.take(num_new):
+            group_id = self.ledger.groups["admitted"]
+            owner = min(range(self._num_ranks), key=lambda rank: (load[rank], rank))
+            load[owner] += self._settings.num_generations
+            self._tickets[group_id] = _Ticket(row_index, version, owner)
+            self.ledger.groups["admitted"] += 1
+            if owner == self._rank:
+                mine.append((group_id, row_index))
+        prompts = self._tokenize([row_index for _, row_index in mine]) if mine else []
+        for (group_id, row_index), prompt in zip(mine, prompts, strict=True):
+            self.unfinished.admit(
+                RolloutGroup.start(
+                    group_id=group_id,
+                    row_index=row_index,
+                    prompt_ids=prompt.token_ids,
+                    max_length=prompt.max_length,
+                    admitted_version=version,
+                    num_generations=self._settings.num_generations,
+                )
+            )
+
+    def _decode(self, version: int) -> dict[str, Any]:
+        """Decode this rank's unfinished rollouts by a segment, handing each that ends to the scorer at once."""
+        due = self._due_groups(version)
+        work = self.unfinished.open_rollouts()
+        requests = [
+            DecodeRequest(
+                token_ids=np.concatenate([group.prompt_ids, rollout.completion_ids]),
+                max_new_tokens=self.schedule.token_budget(
+                    num_tokens=rollout.num_tokens, max_length=group.max_length, is_due=group.group_id in due
+                ),
+            )
+            for group, rollout in work
+        ]
+        started = time.perf_counter()
+        num_decoded = longest = 0
+        for decoded in self.engine.decode(requests):
+            group, rollout = work[decoded.request_index]
+            segment = Segment.from_values(decoded.token_ids, decoded.per_token_logps, version)
+            self._extend(group, rollout, segment, decoded.is_stopped)
+            num_decoded += len(segment)
+            longest = max(longest, len(segment))
+        self.report.decode_seconds += time.perf_counter() - started
+        return {"decoded_tokens": num_decoded, "num_decoding": len(requests), "longest": longest}
+
+    def _extend(self, group: RolloutGroup, rollout: Rollout, segment: Segment, is_stopped: bool) -> None:
+        num_tokens = rollout.num_tokens + len(segment)
+        if num_tokens > group.max_length:
+            raise RuntimeError(
+                f"The engine added {len(segment)} tokens to a rollout of {rollout.num_tokens}, beyond its limit of "
+                f"{group.max_length}: an engine must keep to `max_new_tokens`."
+            )
+        finish = Finish.EOS if is_stopped else Finish.LENGTH if num_tokens == group.max_length else None
+        rollout.extend(segment, finish)
+        if rollout.is_finished:
+            self.scorer.submit(self._render(group, rollout))
+
+    # ------------------------------------------------------------------------------------------- sorting what is done
+
+    def _receive(self, payloads: list[dict[str, Any]], version: int) -> None:
+        self._open_by_rank = [payload["open"] for payload in payloads]
+        self._unfinished_tokens = sum(payload["unfinished_tokens"] for payload in payloads)
+        self.num_failed_rewards = sum(payload["failed_rewards"] for payload in payloads)
+        decoded = sum(payload["decoded_tokens"] for payload in payloads)
+        self.ledger.tokens["generated"] += decoded
+        self.report.decoded_tokens += decoded
+        # Ranks wait for the slowest one, so the longest new segment anywhere is what every slot stood open for.
+        longest = max(payload["longest"] for payload in payloads)
+        self.report.slot_tokens += longest * sum(payload["num_decoding"] for payload in payloads)
+        complete = [group for payload in payloads for group in unpack_groups(payload["records"], payload["arrays"])]
+        for group in sorted(complete, key=lambda group: group.group_id):
+            del self._tickets[group.group_id]
+            self._sort(group)
+        # Filtered groups stay candidates for filling this batch; older ones than it can need are booked.
+        surplus = len(self.report.fillers) - self.schedule.groups_per_batch
+        for group, outcome in self.report.fillers[: max(0, surplus)]:
+            self._close(group, outcome, version)
+        self.report.fillers = self.report.fillers[max(0, surplus) :]
+
+    def _sort(self, group: RolloutGroup) -> None:
+        settings = self._settings
+        wrong_index = settings.correctness_index if settings.truncated_is_wrong else None
+        settle_rewards(group, weights=settings.reward_weights, wrong_index=wrong_index)
+        self.report.completed.append(group)
+        if settings.scored_at_batch_time:
+            self.ready.add(group)
+        elif not has_baseline(group):
+            self.report.fillers.append((group, Outcome.SET_ASIDE))
+        elif settings.dynamic_sampling and not is_mixed(group, weights=settings.reward_weights):
+            self.report.fillers.append((group, Outcome.FILTERED))
+        else:
+            self.ready.add(group)
+
+    def _take_batch(self, version: int) -> list[RolloutGroup]:
+        batch = self.ready.take(self.schedule.groups_per_batch)
+        num_missing = self.schedule.groups_per_batch - len(batch)
+        # Filtered groups before those that were set aside: at least their rewards are known.
+        candidates = sorted(self.report.fillers, key=lambda filler: filler[1] is Outcome.SET_ASIDE)
+        fillers, rest = candidates[:num_missing], candidates[num_missing:]
+        if num_missing:
+            self.report.num_filled = num_missing
+            logger.warning(
+                "Only %d of %d groups have differing rewards after %d rounds: the batch is filled with %d groups "
+                "without a gradient. The data is too easy or too hard for the policy, or the reward function fails. "
+                "Check `accuracy` and `verifier/failed`, clean the data, or raise `num_generations`.",
+                len(batch),
+                self.schedule.groups_per_batch,
+                self.report.num_rounds,
+                num_missing,
+            )
+        for group, outcome in rest:
+            self._close(group, outcome, version)
+        if self.schedule.is_on_policy:  # a surplus would be stale in the next step
+            for group in self.ready.take(len(self.ready)):
+                self._close(group, Outcome.FILTERED, version)
+        self.report.fillers = []
+        batch += [group for group, _ in fillers]
+        if self.schedule.is_on_policy and any(group.admitted_version != version for group in batch):
+            raise RuntimeError("A rollout of another policy is in an on-policy batch: this is a bug in trl_ulorl.")
+        order = balanced_order([group.num_tokens for group in batch], self._num_ranks)
+        self.training = [batch[index] for index in order]
+        return self.training
+
+    def _close(self, group: RolloutGroup, outcome: Outcome, version: int) -> None:
+        self.ledger.close(group, outcome)
+        self._on_close(group, outcome, version)
+
+    # ------------------------------------------------------------------------------------------------ metrics, state
+
+    def metrics(self, version: int) -> dict[str, float]:
+        """Return the step's metrics over all ranks."""
+        return {
+            "rollout/in_flight": float(sum(self._open_by_rank)),
+            "rollout/unfinished_groups": float(len(self._tickets)),
+            "rollout/ready_groups": float(len(self.ready)),
+            "rollout/oldest_group_age": float(
+                max((version - ticket.admitted_version for ticket in self._tickets.values()), default=0)
+            ),
+            "rollout/epoch": self.prompts.epoch,
+            "verifier/failed": float(self.num_failed_rewards),
+            **step_metrics(self.report),
+            **batch_metrics(self.training, version),
+            **completed_metrics(self.report.completed, self._settings.correctness_index),
+            **ledger_metrics(self.ledger_balance()),
+        }
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return this rank's state as JSON values and arrays: everything that is held between two rollout steps."""
+        if self.training:
+            raise RuntimeError("The pools can't be saved while a batch is being trained on: finish its updates first.")
+        unfinished, unfinished_arrays = pack_groups(self.unfinished.groups)
+        ready, ready_arrays = pack_groups(self.ready.groups)
+        state = {
+            "prompts": self.prompts.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "tickets": [[i, t.row_index, t.admitted_version, t.owner] for i, t in self._tickets.items()],
+            "open_by_rank": self._open_by_rank,
+            "unfinished_tokens": self._unfinished_tokens,
+            "unfinished": unfinished,
+            "ready": ready,
+        }
+        arrays = {f"unfinished.{name}": values for name, values in unfinished_arrays.items()}
+        arrays.update({f"ready.{name}": values for name, values in ready_arrays.items()})
+        return state, arrays
+
+    def load_state_dict(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Take up a state that `state_dict` returned on the same rank of equally many."""
+        self.prompts.load_state_dict(state["prompts"])
+        self.ledger.load_state_dict(state["ledger"])
+        self._tickets = {i: _Ticket(row, version, owner) for i, row, version, owner in state["tickets"]}
+        self._open_by_rank = list(state["open_by_rank"])
+        self._unfinished_tokens = state["unfinished_tokens"]
+        self.unfinished, self.ready = UnfinishedPool(), ExperiencePool()
+        for name, add in (("unfinished", self.unfinished.admit), ("ready", self.ready.add)):
+            prefix = f"{name}."
+            own = {key.removeprefix(prefix): values for key, values in arrays.items() if key.startswith(prefix)}
+            for group in unpack_groups(state[name], own):
+                add(group)

@@ -1,0 +1,94 @@
+"""What a rollout step did, and its metrics; docs/metrics.md has each one's formula, unit and healthy range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .pool import Finish, Outcome, RolloutGroup
+from .selection import is_decided
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one rollout step did, over all ranks; times are this rank's.
+
+    Args:
+        num_rounds: Rounds that it took.
+        decode_seconds: Spent decoding.
+        score_seconds: Waited for rewards after decoding.
+        exchange_seconds: Spent exchanging complete groups, waiting for slower ranks included.
+        decoded_tokens: New tokens.
+        slot_tokens: Sequences times the longest new segment, summed over rounds: what the slots could have decoded.
+        completed: Groups that became complete.
+        fillers: Groups that are not trained on, unless the batch can't be filled without them.
+        num_filled: How many of them the batch took.
+    """
+
+    num_rounds: int = 0
+    decode_seconds: float = 0.0
+    score_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    decoded_tokens: int = 0
+    slot_tokens: int = 0
+    completed: list[RolloutGroup] = field(default_factory=list)
+    fillers: list[tuple[RolloutGroup, Outcome]] = field(default_factory=list)
+    num_filled: int = 0
+
+
+def step_metrics(report: StepReport) -> dict[str, float]:
+    """Return work and time of the step."""
+    return {
+        "rollout/rounds": float(report.num_rounds),
+        # A step that found its batch in the pool decoded nothing: no slot stood open.
+        "rollout/occupancy": report.decoded_tokens / report.slot_tokens if report.slot_tokens else 1.0,
+        "rollout/decoded_tokens": float(report.decoded_tokens),
+        "rollout/filled_groups": float(report.num_filled),
+        "rollout/decode_seconds": report.decode_seconds,
+        "rollout/score_seconds": report.score_seconds,
+        "rollout/exchange_seconds": report.exchange_seconds,
+    }
+
+
+def batch_metrics(batch: Sequence[RolloutGroup], version: int) -> dict[str, float]:
+    """Return how old the tokens of a training batch are, in policy versions."""
+    rollouts = [rollout for group in batch for rollout in group.rollouts]
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    lengths = np.array([len(segment) for segment in segments])
+    ages = version - np.array([segment.policy_version for segment in segments])
+    return {
+        "rollout/segments_per_rollout": len(segments) / len(rollouts),
+        "rollout/age_mean": float((ages * lengths).sum() / lengths.sum()),
+        "rollout/age_max": float(ages.max()),
+        "rollout/on_policy_frac": float(lengths[ages == 0].sum() / lengths.sum()),
+    }
+
+
+def completed_metrics(completed: Sequence[RolloutGroup], correctness_index: int) -> dict[str, float]:
+    """Return accuracy, truncation and lengths of all groups that became complete, before any is filtered."""
+    if not completed:
+        return {}
+    rollouts = [rollout for group in completed for rollout in group.rollouts]
+    metrics = {
+        "rollout/truncated_frac": float(np.mean([rollout.finish is Finish.LENGTH for rollout in rollouts])),
+        "rollout/completed_length_mean": float(np.mean([rollout.num_tokens for rollout in rollouts])),
+    }
+    rewards = np.concatenate([group.rewards for group in completed])
+    if rewards.shape[1]:
+        decided = np.concatenate([is_decided(group) for group in completed])
+        metrics["verifier/undecided_frac"] = float(1 - decided.mean())
+        correctness = rewards[:, correctness_index]
+        if not np.isnan(correctness).all():
+            metrics["accuracy"] = float(np.nanmean(correctness))
+    return metrics
+
+
+def ledger_metrics(balance: dict[str, dict[str, int]]) -> dict[str, float]:
+    """Return the ledger's entries, and the share of generated tokens that was not trained on for good."""
+    metrics = {f"ledger/{part}_{name}": float(value) for part, rest in balance.items() for name, value in rest.items()}
+    tokens = balance["tokens"]
+    wasted = tokens["filtered"] + tokens["set_aside"]
+    metrics["rollout/wasted_tokens_frac"] = wasted / max(1, tokens["generated"])
+    return metrics

@@ -1,0 +1,110 @@
+"""Who decodes in a round, how far, and what is admitted: Algorithm 1's schedule as pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SegmentSchedule:
+    """The paper's schedule: every round decodes all unfinished rollouts and new prompts by one segment.
+
+    A rollout step is one or more rounds under one policy, until a batch of complete groups is in hand.
+
+    Args:
+        groups_per_batch: Groups that one rollout step trains on.
+        segment_length: Most new tokens of a rollout in a round.
+        max_inflight_groups: Most groups held, unfinished and ready together.
+        max_staleness: Most versions between a group's first token and the last update on it; None for no bound.
+        versions_per_batch: Optimizer steps that one batch feeds, rounded up.
+        is_on_policy: One segment only (TOIS): admit no more than the batch misses, so that nothing is carried over.
+    """
+
+    groups_per_batch: int
+    segment_length: int
+    max_inflight_groups: int
+    max_staleness: int | None = None
+    versions_per_batch: int = 1
+    is_on_policy: bool = False
+
+    def batches_left(self, admitted_version: int, version: int) -> int:
+        """Count the batches, the current one included, that a group may still be trained in.
+
+        The last of a batch's `versions_per_batch` updates is `versions_per_batch - 1` versions after the first.
+        """
+        assert self.max_staleness is not None
+        slack = admitted_version + self.max_staleness - version - (self.versions_per_batch - 1)
+        return slack // self.versions_per_batch + 1
+
+    @property
+    def capacity(self) -> int:
+        """Most groups held at any time: what `max_staleness` allows, within `max_inflight_groups`."""
+        if self.max_staleness is None:
+            return self.max_inflight_groups
+        return min(self.max_inflight_groups, self.groups_per_batch * self.batches_left(0, 0))
+
+    def num_admissions(self, *, num_held: int, num_ready: int, num_batches_left: int | None = None) -> int:
+        """Count the prompts to admit in the next round.
+
+        Args:
+            num_held: Groups held, unfinished and ready.
+            num_ready: Ready ones among them.
+            num_batches_left: With `drain`, the batches still to be trained on, the current one included.
+
+        Returns:
+            A batch of prompts, or what there is room for.
+        """
+        wanted = self.groups_per_batch - num_ready if self.is_on_policy else self.groups_per_batch
+        if num_batches_left is not None:
+            wanted = min(wanted, num_batches_left * self.groups_per_batch - num_held)
+        return max(0, min(wanted, self.capacity - num_held))
+
+    def num_due(self, admitted_versions: Sequence[int], version: int) -> int:
+        """Count the oldest held groups that must be in the current batch, so that no later one breaks `max_staleness`.
+
+        The first `i + 1` groups have to leave within the batches that the last of them may still wait for; what the
+        later batches can't take is due now. Decoding the due groups to their end keeps the bound exactly, and nothing
+        is dropped.
+
+        Args:
+            admitted_versions: Version of each held group at its admission, oldest first.
+            version: Current policy version.
+
+        Returns:
+            A number between 0 and `groups_per_batch`, as long as `num_admissions` was obeyed.
+        """
+        if self.max_staleness is None:
+            return 0
+        due = 0
+        for index, admitted in enumerate(admitted_versions):
+            later_batches = max(0, self.batches_left(admitted, version) - 1)
+            due = max(due, index + 1 - self.groups_per_batch * later_batches)
+        return due
+
+    def token_budget(self, *, num_tokens: int, max_length: int, is_due: bool) -> int:
+        """Return how many tokens a rollout may add in a round: a segment, or all that is left to its limit."""
+        remaining = max_length - num_tokens
+        return remaining if is_due else min(self.segment_length, remaining)
+
+
+def balanced_order(num_tokens: Sequence[int], num_ranks: int) -> list[int]:
+    """Order the groups of a batch so that equal consecutive shares of it hold about equally many tokens.
+
+    Largest first, each to the share with the fewest tokens that still has room. Where the groups don't divide evenly
+    among the ranks, groups span ranks and the order stays as it is.
+
+    Example:
+        >>> balanced_order([8, 1, 1, 6], 2)
+        [0, 2, 1, 3]
+    """
+    count = len(num_tokens)
+    if num_ranks == 1 or count % num_ranks:
+        return list(range(count))
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    totals = [0] * num_ranks
+    for group in sorted(range(count), key=lambda i: (-num_tokens[i], i)):
+        rank = min((r for r in range(num_ranks) if len(shares[r]) < count // num_ranks), key=lambda r: (totals[r], r))
+        shares[rank].append(group)
+        totals[rank] += num_tokens[group]
+    return [group for share in shares for group in sorted(share)]

@@ -1,0 +1,69 @@
+"""Which complete groups are trained on: truncation as wrong, undecided rewards, dynamic sampling. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .pool import Finish, Float32Array, RolloutGroup
+
+MIN_DECIDED = 2  # a baseline needs two rewards
+
+
+def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index: int | None) -> None:
+    """Make the rewards of a complete, scored group final, in place.
+
+    A rollout that a reward function failed on, or could not judge though it judged a sibling, loses all its rewards: its
+    sum would silently lack a term. A function that gives None to the whole group does not apply to it, as in TRL.
+
+    With `wrong_index`, truncated rollouts count as wrong (section 3.5): no other reward may lift them above a wrong
+    answer, so each of their other weighted rewards is capped at the lowest one of the group's wrong rollouts, or at 0
+    where no complete rollout is wrong.
+
+    Args:
+        group: Its rollouts' `rewards` are changed.
+        weights: Weight of each reward function.
+        wrong_index: Index of the correctness function if truncation counts as wrong, else None.
+    """
+    rewards = group.rewards
+    applies = ~np.isnan(rewards).all(axis=0)
+    is_undecided = np.array([rollout.has_failed_reward for rollout in group.rollouts])
+    is_undecided |= (np.isnan(rewards) & applies).any(axis=1)
+    rewards[is_undecided] = np.nan
+    if wrong_index is not None:
+        _cap_truncated(rewards, group, np.asarray(weights, dtype=np.float32), wrong_index)
+    for rollout, row in zip(group.rollouts, rewards, strict=True):
+        rollout.rewards = row
+
+
+def _cap_truncated(rewards: Float32Array, group: RolloutGroup, weights: Float32Array, wrong_index: int) -> None:
+    is_truncated = np.array([rollout.finish is Finish.LENGTH for rollout in group.rollouts])
+    is_wrong = ~is_truncated & (rewards[:, wrong_index] <= 0)
+    for index, weight in enumerate(weights):
+        if index == wrong_index or weight == 0:
+            continue
+        of_wrong = (rewards[is_wrong, index] * weight)[~np.isnan(rewards[is_wrong, index])]
+        cap = float(of_wrong.min()) if of_wrong.size else 0.0
+        capped = np.minimum(rewards[is_truncated, index] * weight, cap)  # NaN stays NaN
+        rewards[is_truncated, index] = capped / weight
+
+
+def is_decided(group: RolloutGroup) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Tell for each rollout whether it has any reward, shape `(G,)`."""
+    return np.asarray(~np.isnan(group.rewards).all(axis=1))
+
+
+def has_baseline(group: RolloutGroup) -> bool:
+    """Whether enough rollouts have a reward for a baseline."""
+    return int(is_decided(group).sum()) >= MIN_DECIDED
+
+
+def is_mixed(group: RolloutGroup, *, weights: Sequence[float]) -> bool:
+    """Whether the decided rollouts' weighted rewards differ, so that the group carries a gradient.
+
+    DAPO's dynamic sampling as UloRL uses it (section 4 of the paper's set-up): for {0, 1} rewards it is
+    0 < number correct < G.
+    """
+    totals = np.nansum(group.rewards * np.asarray(weights, dtype=np.float32), axis=1)[is_decided(group)]
+    return bool(totals.size > 0 and np.ptp(totals) > 1e-6)
