@@ -1,0 +1,115 @@
+"""What the trainer tests share: an engine that hands out prepared completions, and short ways to build trainers."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from conftest import make_dataset, make_model, make_tokenizer
+from transformers import ProgressCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_ulorl import UloRLConfig, UloRLTrainer
+from trl_ulorl.rollout.engine import DecodedSegment
+
+EOS = 1
+
+
+def prepared_completion(prompt_ids, serial, max_length):
+    """Make the `serial`-th completion of a prompt: its length and ids follow from the two alone."""
+    rng = np.random.default_rng([*map(int, prompt_ids), serial])
+    length = int(rng.integers(2, max_length + 4))
+    ids = rng.integers(4, 20, size=length)
+    ids[-1] = EOS
+    return ids[:max_length]
+
+
+class PreparedEngine:
+    """Continues each request with its prepared completion; `versions` says with which log-prob it was 'sampled'."""
+
+    def __init__(self, max_length, logp=-1.0):
+        self.max_length = max_length
+        self.logp = logp
+        self.plans = {}
+        self.serials = Counter()
+        self.num_calls = 0
+
+    def decode(self, requests):
+        self.num_calls += 1
+        for index, request in enumerate(requests):
+            ids = tuple(map(int, request.token_ids))
+            plan = self._plan(ids)
+            done = len(ids) - plan["prompt_length"]
+            new = plan["ids"][done : done + request.max_new_tokens]
+            self.plans[ids + tuple(map(int, new))] = self.plans.get(ids + tuple(map(int, new)), []) + [plan]
+            yield DecodedSegment(index, new, np.full(len(new), self.logp, np.float32), bool(new[-1] == EOS))
+
+    def _plan(self, ids):
+        if self.plans.get(ids):
+            return self.plans[ids].pop(0)
+        serial = self.serials[ids]
+        self.serials[ids] += 1
+        return {"prompt_length": len(ids), "ids": prepared_completion(ids, serial, self.max_length)}
+
+
+def length_reward(completions, **kwargs):
+    return [float(len(c[0]["content"] if isinstance(c, list) else c) % 2) for c in completions]
+
+
+def arguments(tmp_path, cls=UloRLConfig, **overrides):
+    values = {
+        "output_dir": str(Path(tmp_path) / "run"),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "max_steps": 2,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 16,
+        "temperature": 0.85,
+        "lr_scheduler_type": "constant",
+        "shuffle_dataset": False,
+    }
+    return cls(**{**values, **overrides})
+
+
+def make_trainer(tmp_path, reward_funcs=length_reward, *, engine=None, dataset=None, model=None, **overrides):
+    args = arguments(tmp_path, **overrides)
+    trainer = UloRLTrainer(
+        model or make_model(), reward_funcs, args, dataset or make_dataset(), processing_class=make_tokenizer()
+    )
+    trainer.remove_callback(ProgressCallback)
+    if engine is not None:
+        trainer._collector.engine = engine
+    return trainer
+
+
+class StockTrainer(GRPOTrainer):
+    """Stock GRPO on prepared completions."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        serials = Counter()
+        completions = []
+        for ids in map(tuple, prompt_ids):
+            serial = self.seen[ids] + serials[ids]
+            completions.append(prepared_completion(ids, serial, self.max_completion_length).tolist())
+            serials[ids] += 1
+        self.seen.update(serials)
+        return completions, None
+
+
+def make_stock_trainer(tmp_path, reward_funcs=length_reward, *, dataset=None, model=None, **overrides):
+    args = arguments(tmp_path, cls=GRPOConfig, loss_type="dapo", **overrides)
+    trainer = StockTrainer(
+        model or make_model(), reward_funcs, args, dataset or make_dataset(), processing_class=make_tokenizer()
+    )
+    trainer.seen = Counter()
+    trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+def parameters(trainer):
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}

@@ -1,0 +1,165 @@
+"""What model, tokenizer, data and rewards must satisfy, checked before any training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import ProcessorMixin
+from trl.trainer.utils import get_callable_name
+
+from .config import UloRLConfig
+from .rewards import VerifierReward
+
+_SCAN_BATCH = 1000
+
+
+def check_unsupported(
+    args: UloRLConfig, processing_class: Any, tools: Any, rollout_func: Any, environment_factory: Any
+) -> None:
+    """Refuse what can't be cut into segments.
+
+    Raises:
+        TypeError: If `args` is not a `UloRLConfig`.
+        ValueError: If tools, environments, a rollout function or images are asked for.
+    """
+    if not isinstance(args, UloRLConfig):
+        raise TypeError(
+            f"`args` is a `{type(args).__name__}`, but segments, pools and importance modes are set in a "
+            "`UloRLConfig`. Replace the class: it takes all fields of `GRPOConfig`."
+        )
+    for name, value, reason in (
+        ("tools", tools, "a tool call and its result could be cut by the end of a segment"),
+        ("environment_factory", environment_factory, "an environment's turns could be cut by the end of a segment"),
+        ("rollout_func", rollout_func, "it generates whole completions, while here they go on over several steps"),
+    ):
+        if value:
+            raise ValueError(
+                f"`{name}` is not supported by `UloRLTrainer`: {reason}. Use `trl.GRPOTrainer` for it, or train without."
+            )
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"`processing_class` is a `{type(processing_class).__name__}`: images and other modalities are not carried "
+            "across segments. Pass the tokenizer of a text model."
+        )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse a tokenizer without an end-of-sequence token.
+
+    Raises:
+        ValueError: If no rollout could ever end.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no `eos_token`: no rollout could end before the length limit, and all would count as "
+            "truncated. Set `tokenizer.eos_token` to the token that ends an answer."
+        )
+
+
+def check_reward_funcs(reward_funcs: list[Any], args: UloRLConfig) -> int:
+    """Return the index of the correctness function among the reward functions that are no models.
+
+    Raises:
+        ValueError: If there is none, its name is unknown, or reward models are combined with what needs rewards early.
+    """
+    if not reward_funcs:
+        raise ValueError("`reward_funcs` is empty: pass at least one, for instance `VerifierReward()`.")
+    is_model = [isinstance(func, (str, nn.Module)) for func in reward_funcs]
+    if any(is_model) and (args.dynamic_sampling or args.overlong == "wrong"):
+        raise ValueError(
+            "A reward model scores a batch once it is formed, but `dynamic_sampling=True` and `overlong='wrong'` need "
+            "every reward when a rollout ends. Set `dynamic_sampling=False` and `overlong='mask'`, or wrap the model in "
+            "a reward function."
+        )
+    names = [get_callable_name(func) for func, skip in zip(reward_funcs, is_model, strict=True) if not skip]
+    if args.correctness_func is None:
+        return 0
+    if args.correctness_func not in names:
+        raise ValueError(
+            f"`correctness_func` ({args.correctness_func!r}) is none of the reward functions {names}. Name one of them, "
+            "or leave it out for the first."
+        )
+    return names.index(args.correctness_func)
+
+
+def check_training_set(train_dataset: Any, reward_funcs: list[Any], args: UloRLConfig) -> None:
+    """Refuse a training set that prompts can't be drawn from.
+
+    Raises:
+        ValueError: If it streams, lacks a column, holds images or has fewer prompts than a batch.
+    """
+    if isinstance(train_dataset, IterableDataset):
+        raise ValueError(
+            "`train_dataset` is an `IterableDataset`: prompts are drawn by row, since more are in flight than one batch "
+            "holds, and their position is saved. Pass a map-style `Dataset`, for instance "
+            "`Dataset.from_list(list(iterable.take(n)))`."
+        )
+    if not isinstance(train_dataset, Dataset):
+        raise ValueError(
+            f"`train_dataset` is a `{type(train_dataset).__name__}`: a `datasets.Dataset` with a `prompt` column is "
+            "needed."
+        )
+    columns = train_dataset.column_names
+    if "prompt" not in columns:
+        raise ValueError(
+            f"`train_dataset` has the columns {columns} but no `prompt`, which holds a string or a list of messages. "
+            "Rename the column of the questions with `train_dataset.rename_column`."
+        )
+    for column in ("image", "images"):
+        if column in columns:
+            raise ValueError(
+                f"`train_dataset` has a column `{column}`: images are not carried across segments. Remove it with "
+                "`train_dataset.remove_columns`."
+            )
+    wanted = VerifierReward.answer_columns
+    if any(isinstance(func, VerifierReward) for func in reward_funcs) and not set(wanted) & set(columns):
+        raise ValueError(
+            f"`VerifierReward` compares with a reference answer, but `train_dataset` has only the columns {columns}. "
+            f"Name the column of the references `{wanted[0]}` or `{wanted[1]}`."
+        )
+    if len(train_dataset) < args.groups_per_batch:
+        raise ValueError(
+            f"`train_dataset` has {len(train_dataset)} prompts, fewer than one batch ({args.groups_per_batch} = "
+            f"`generation_batch_size` {args.generation_batch_size} / `num_generations` {args.num_generations}). Add "
+            "prompts or make the batch smaller."
+        )
+
+
+def check_model_limit(
+    model: Any, args: UloRLConfig, train_dataset: Dataset, tokenize: Callable[[list[int]], list[list[int]]]
+) -> int | None:
+    """Return the model's number of positions, after checking that every prompt leaves room for a completion.
+
+    Only prompts that could be too long by their number of bytes are tokenized: a token covers at least one.
+
+    Raises:
+        ValueError: If completions or a prompt can't fit.
+    """
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return None
+    if args.max_completion_length >= limit:
+        raise ValueError(
+            f"`max_completion_length` ({args.max_completion_length}) leaves no room for a prompt within the model's "
+            f"{limit} positions. Lower it, or extend the model with `model_init_kwargs` (`rope_parameters` and "
+            "`max_position_embeddings`), as the recipes beyond Qwen3's 40,960 positions do."
+        )
+    template_bytes = 512
+    suspects = [
+        index
+        for index, prompt in enumerate(train_dataset["prompt"])
+        if len(str(prompt).encode()) + template_bytes >= limit
+    ]
+    for start in range(0, len(suspects), _SCAN_BATCH):
+        indices = suspects[start : start + _SCAN_BATCH]
+        for index, ids in zip(indices, tokenize(indices), strict=True):
+            if len(ids) >= limit:
+                raise ValueError(
+                    f"The prompt in row {index} of `train_dataset` has {len(ids)} tokens, but the model has only "
+                    f"{limit} positions, so no completion fits behind it. Filter such prompts out, or extend the "
+                    "model's positions."
+                )
+    return limit

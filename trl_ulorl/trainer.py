@@ -1,0 +1,479 @@
+"""`UloRLTrainer`: TRL's `GRPOTrainer` with rollouts that go on over several steps.
+
+Every parent method is wrapped, none is copied. The seams, each guarded by a contract test:
+
+- `_generate_and_score_completions`: collect a batch of complete groups, then let the parent score and pad it;
+- `_tokenize_prompts`, `_generate_single_turn`: hand over the ids that the groups hold instead of generating;
+- `_calculate_rewards` and the wrapped reward functions: replay what was scored when the rollouts ended;
+- the returned batch: add sampling log-probs and ages, and SAIS's denominator;
+- `_get_per_token_logps_and_entropies` while `_compute_loss` runs: mask mastered tokens by a zero advantage;
+- `training_step`: book the batch once its last update is done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
+from trl.data_utils import is_conversational
+from trl.models import unwrap_model_for_generation
+from trl.rewards import get_soft_overlong_punishment
+from trl.trainer.utils import get_callable_name, get_config_model_id
+
+from .checks import check_model_limit, check_reward_funcs, check_tokenizer, check_training_set, check_unsupported
+from .config import DMMPTsConfig, UloRLConfig
+from .diagnostics import Alarms, UpdateSums, masked_advantages
+from .replay import ReplayedReward, replay_logs
+from .rollout.collector import CollectorSettings, ExperienceCollector, Prompt
+from .rollout.engine import SegmentEngine
+from .rollout.pool import Outcome, Rollout, RolloutGroup
+from .rollout.prompts import PromptStream
+from .rollout.schedule import SegmentSchedule
+from .rollout.scoring import RewardInput, RewardScorer, RewardSource
+from .rollout.transformers import TransformersEngine
+
+
+@dataclass(slots=True)
+class _HandOver:
+    """This rank's rollouts of the batch that the parent is scoring, in the parent's order."""
+
+    groups: list[RolloutGroup]
+    rollouts: list[Rollout]
+
+
+@dataclass(slots=True)
+class _LossTap:
+    """The batch whose loss is being computed, and whether its forward pass was seen."""
+
+    inputs: dict[str, Any]
+    has_fired: bool = False
+
+
+class UloRLTrainer(GRPOTrainer):
+    """Train on ultra-long outputs with segment rollout, POIS or SAIS, DMMPTs and {0, 1} rewards.
+
+    Takes the arguments of TRL's `GRPOTrainer`. It changes where training completions come from: groups of rollouts that
+    are decoded by a segment a step and trained on when complete
+    ([UloRL](https://huggingface.co/papers/2507.19766), Algorithm 1). Evaluation generates as the parent does.
+
+    Args:
+        model: A model, or the name or path of one.
+        reward_funcs: Reward functions in TRL's form. With `overlong="wrong"` the first, or
+            `correctness_func`, must measure correctness.
+        args: The configuration.
+        train_dataset: A map-style data set with a `prompt` column.
+        eval_dataset: As in `GRPOTrainer`.
+        processing_class: The tokenizer; default: the model's.
+        reward_processing_classes: As in `GRPOTrainer`.
+        callbacks: As in `GRPOTrainer`.
+        optimizers: As in `GRPOTrainer`.
+        quantization_config: As in `GRPOTrainer`.
+        peft_config: As in `GRPOTrainer`.
+        tools: Refused: a tool call would be cut by a segment.
+        rollout_func: Refused: it generates whole completions.
+        environment_factory: Refused, like `tools`.
+
+    Raises:
+        TypeError: If `args` is not a `UloRLConfig`.
+        ValueError: If data, model, tokenizer and configuration do not fit together.
+    """
+
+    _tag_names = ["trl", "ulorl"]  # noqa: RUF012 - TRL's own form
+    _name = "UloRL"
+    _paper = {  # noqa: RUF012
+        "title": "UloRL: An Ultra-Long Output Reinforcement Learning Approach for Advancing Large Language Models' "
+        "Reasoning Abilities",
+        "id": "2507.19766",
+        "citation": "@article{du2025ulorl,\n"
+        "    title        = {{UloRL: An Ultra-Long Output Reinforcement Learning Approach for Advancing Large Language "
+        "Models' Reasoning Abilities}},\n"
+        "    author       = {Du, Dong and Liu, Shulin and Yang, Tao and Chen, Shaohua and Li, Yang},\n"
+        "    year         = 2025,\n"
+        "    eprint       = {arXiv:2507.19766},\n"
+        "}\n",
+    }
+
+    args: UloRLConfig
+    if TYPE_CHECKING:  # wider in the parent than they are here
+        max_completion_length: int
+        num_generations: int
+        model: PreTrainedModel
+        train_dataset: Dataset
+        processing_class: PreTrainedTokenizerBase
+        reward_processing_classes: list[Any]
+        tools: list[Any]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: UloRLConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = UloRLConfig(output_dir=f"{name.split('/')[-1]}-UloRL")
+        reward_list = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        reward_list = [func for func in reward_list if func is not None]
+        check_unsupported(args, processing_class, tools, rollout_func, environment_factory)
+        if processing_class is not None:
+            check_tokenizer(processing_class)
+        correctness_index = check_reward_funcs(reward_list, args)
+        check_training_set(train_dataset, reward_list, args)
+        self._handover: _HandOver | None = None
+        self._tap: _LossTap | None = None
+        self._scorer = RewardScorer(
+            [RewardSource(get_callable_name(f), f) for f in reward_list if not _is_reward_model(f)],
+            get_trainer_state=lambda: self.state,
+            truncated_is_wrong=correctness_index if args.overlong == "wrong" else None,
+        )
+        super().__init__(
+            model,
+            self._replayed(reward_list),
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        check_tokenizer(self._tokenizer)
+        self._model_limit = check_model_limit(self.model, args, self.train_dataset, self._prompt_ids)
+        if args.overlong == "soft":
+            self._add_soft_punishment()
+        elif args.overlong == "mask":
+            self.mask_truncated_completions = True
+        self._collector = self._build_collector(correctness_index)
+        self._dmmpts = cast(DMMPTsConfig | None, args.dmmpts)  # what it is once the configuration is checked
+        self._update_sums = UpdateSums(
+            self._dmmpts,
+            num_ages=min(args.num_segments, 16) + 1,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+        )
+        self._alarms = Alarms(
+            watch_importance=args.importance_alarm,
+            max_group_age=2 * args.num_segments * args.updates_per_batch,
+        )
+
+    # --------------------------------------------------------------------------------------------------- construction
+
+    def _replayed(self, reward_funcs: list[Any]) -> list[Any]:
+        """Put a replaying stand-in in the place of every reward function; reward models stay."""
+        indices = iter(range(len(reward_funcs)))
+        return [
+            func
+            if _is_reward_model(func)
+            else ReplayedReward(
+                RewardSource(get_callable_name(func), func), next(indices), self._rollouts_handed_over, self._scorer
+            )
+            for func in reward_funcs
+        ]
+
+    def _rollouts_handed_over(self) -> list[Rollout] | None:
+        return self._handover.rollouts if self._handover is not None else None
+
+    def _add_soft_punishment(self) -> None:
+        """Append DAPO's soft overlong punishment as one more reward of weight 1."""
+        assert self.args.overlong_cache_length is not None
+        punishment = get_soft_overlong_punishment(self.args.max_completion_length, self.args.overlong_cache_length)
+        source = RewardSource(get_callable_name(punishment), punishment)
+        index = self._scorer.add(source)
+        self.reward_funcs.append(ReplayedReward(source, index, self._rollouts_handed_over, self._scorer))
+        self.reward_func_names.append(source.name)
+        self.reward_processing_classes.append(None)
+        self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+
+    def _build_collector(self, correctness_index: int) -> ExperienceCollector:
+        args = self.args
+        is_model = [isinstance(func, nn.Module) for func in self.reward_funcs]
+        weights = [w for w, skip in zip(self.reward_weights.tolist(), is_model, strict=True) if not skip]
+        assert args.segment_length is not None and args.max_inflight_groups is not None
+        return ExperienceCollector(
+            engine=self._build_engine(),
+            schedule=SegmentSchedule(
+                groups_per_batch=args.groups_per_batch,
+                segment_length=args.segment_length,
+                max_inflight_groups=args.max_inflight_groups,
+                max_staleness=args.max_staleness,
+                versions_per_batch=args.updates_per_batch,
+                is_on_policy=args.num_segments == 1,
+            ),
+            prompts=PromptStream(
+                len(self.train_dataset),
+                seed=args.seed if args.data_seed is None else args.data_seed,
+                shuffle=bool(args.shuffle_dataset),
+            ),
+            scorer=self._scorer,
+            settings=CollectorSettings(
+                num_generations=self.num_generations,
+                num_segments=args.num_segments,
+                dynamic_sampling=args.dynamic_sampling,
+                reward_weights=tuple(weights),
+                scored_at_batch_time=any(is_model),
+                correctness_index=correctness_index,
+                truncated_is_wrong=args.overlong == "wrong",
+            ),
+            tokenize=self._prompts_of_rows,
+            render=self._render,
+            exchange=lambda payload: gather_object([payload]),
+            rank=self.accelerator.process_index,
+            num_ranks=self.accelerator.num_processes,
+            on_close=self._log_closed_group,
+        )
+
+    def _build_engine(self) -> SegmentEngine:
+        return TransformersEngine(
+            generation_model=self._generation_model,
+            generation_config=self.generation_config,
+            eos_token_ids=self.eos_token_ids,
+            pad_token_id=self._tokenizer.pad_token_id,
+            max_batch_size=self.args.per_device_train_batch_size * self.args.steps_per_generation,
+        )
+
+    @contextmanager
+    def _generation_model(self) -> Iterator[PreTrainedModel]:
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=self.generation_kwargs,
+                gradient_checkpointing_kwargs=cast(dict[str, Any] | None, self.args.gradient_checkpointing_kwargs),
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            yield model
+
+    # ------------------------------------------------------------------------------------------- from rows to rollouts
+
+    def _prompt_ids(self, row_indices: list[int]) -> list[list[int]]:
+        prompts = [self.train_dataset[index]["prompt"] for index in row_indices]
+        prompt_ids: list[list[int]] = super()._tokenize_prompts(prompts)[0]
+        return prompt_ids
+
+    def _prompts_of_rows(self, row_indices: list[int]) -> list[Prompt]:
+        limit = self.max_completion_length
+        return [
+            Prompt(ids, limit if self._model_limit is None else min(limit, self._model_limit - len(ids)))
+            for ids in self._prompt_ids(row_indices)
+        ]
+
+    def _render(self, group: RolloutGroup, rollout: Rollout) -> RewardInput:
+        """Show a finished rollout as the parent will: rewards are needed before the parent sees the batch."""
+        row = self.train_dataset[group.row_index]
+        ids = rollout.completion_ids.tolist()
+        completion: Any
+        if not is_conversational({"prompt": row["prompt"]}):
+            completion = self.processing_class.batch_decode([ids], skip_special_tokens=True)[0]
+        elif self._has_response_format:
+            completion = [parse_response(self._tokenizer, ids, prefix=group.prompt_ids.tolist(), tools=self.tools)]
+        else:
+            content = self.processing_class.batch_decode([ids], skip_special_tokens=True)[0]
+            completion = [{"role": "assistant", "content": content}]
+        columns = {name: value for name, value in row.items() if name not in _ROLLOUT_COLUMNS}
+        return RewardInput(rollout, row["prompt"], completion, ids, columns)
+
+    @property
+    def _has_response_format(self) -> bool:
+        """Whether TRL parses this tokenizer's completions instead of decoding them."""
+        names = ("response_template", "response_schema")
+        return any(getattr(self._tokenizer, name, None) is not None for name in names)
+
+    # ----------------------------------------------------------------------------------------------- the parent's seams
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        version = self.state.global_step
+        batch = self._collector.collect(version, self._num_batches_left())
+        rows = [(group, rollout) for group in batch for rollout in group.rollouts]
+        share = len(rows) // self.accelerator.num_processes
+        rows = rows[share * self.accelerator.process_index :][:share]
+        self._handover = _HandOver([group for group, _ in rows], [rollout for _, rollout in rows])
+        try:
+            output = super()._generate_and_score_completions(
+                [self.train_dataset[group.row_index] for group, _ in rows]
+            )
+        finally:
+            self._handover = None
+        self._add_sampling_data(output, [rollout for _, rollout in rows], version)
+        self._log_metrics(version)
+        return output
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, dict[str, Any]]:
+        if self._handover is None:
+            return cast(tuple[list[list[int]], Any, dict[str, Any]], super()._tokenize_prompts(prompts))
+        return [group.prompt_ids.tolist() for group in self._handover.groups], None, {}
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[Any], None]:
+        if self._handover is None:
+            return cast(tuple[list[Any], None], super()._generate_single_turn(*args, **kwargs))
+        # Arrays, as the parent pads 128 completions of 16k ids in 1.5 ms from them and in 236 ms from lists; parsers
+        # of structured responses take lists only.
+        ids = [rollout.completion_ids.astype(np.int64) for rollout in self._handover.rollouts]
+        return [x.tolist() for x in ids] if self._has_response_format else ids, None
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._handover is not None:
+            replay_logs(self._handover.rollouts, self._log_completion_extra, self._log_metric)
+        return cast(Tensor, super()._calculate_rewards(*args, **kwargs))
+
+    def _add_sampling_data(self, output: dict[str, Any], rollouts: list[Rollout], version: int) -> None:
+        """Add what each token was sampled with, and with SAIS make it the denominator (Eq. 8).
+
+        POIS leaves the parent's denominator: none, which is a ratio of exactly 1, or with several updates per batch the
+        policy at the start of the step.
+        """
+        shape = tuple(output["completion_ids"].shape)
+        logps, ages = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.int32)
+        for row, rollout in enumerate(rollouts):
+            logps[row, : rollout.num_tokens] = rollout.sampling_per_token_logps
+            ages[row, : rollout.num_tokens] = version - rollout.policy_versions
+        device = output["completion_ids"].device
+        output["sampling_per_token_logps"] = torch.from_numpy(logps).to(device)
+        output["token_ages"] = torch.from_numpy(ages).to(device)
+        if self.args.importance_mode == "sais":
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if not self.model.training:
+            return cast(Tensor, super()._compute_loss(model, inputs))
+        # A copy: the parent keeps `inputs` for later iterations, whose advantages must stay the original ones.
+        self._tap = _LossTap(dict(inputs))
+        try:
+            loss: Tensor = super()._compute_loss(model, self._tap.inputs)
+            if not self._tap.has_fired:
+                raise RuntimeError(
+                    "TRL computed a loss without `_get_per_token_logps_and_entropies`, so no token was masked and no "
+                    "importance ratio measured. Install a TRL release that trl-ulorl supports (`trl>=1.16,<1.17`)."
+                )
+        finally:
+            self._tap = None
+        if self.accelerator.sync_gradients:
+            sums = self.accelerator.reduce(self._update_sums.take(), reduction="sum")
+            self._append_metrics(self._update_sums.metrics(sums))
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Any]:
+        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._tap is not None:
+            self._tap.has_fired = True
+            per_token_logps, entropies = outputs[0].detach(), outputs[1].detach()
+            inputs, token_mask = self._tap.inputs, None
+            advantages = inputs["advantages"]
+            if self._dmmpts is not None:
+                # The parent reads the advantages after this call.
+                inputs["advantages"], token_mask = masked_advantages(
+                    advantages, per_token_logps, entropies, inputs["completion_mask"], self._dmmpts
+                )
+            self._update_sums.add({**inputs, "advantages": advantages}, per_token_logps, entropies, token_mask)
+        return cast(tuple[Tensor, Tensor | None, Any], outputs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the parent's step; after the last one on a batch, book the batch as trained."""
+        loss: Tensor = super().training_step(*args, **kwargs)
+        if self._step % self.args.micro_steps_per_batch == 0:
+            self._collector.finish_batch(self.state.global_step)
+            self._collector.ledger_balance()
+        return loss
+
+    # ------------------------------------------------------------------------------------------------ the end of a run
+
+    def _num_batches_left(self) -> int | None:
+        """With `drain`, count the batches that are still to be trained on, this one included."""
+        if not self.args.drain:
+            return None
+        accumulation = self.args.gradient_accumulation_steps
+        if self.state.max_steps % self.args.updates_per_batch:
+            raise ValueError(
+                f"`drain` can't be met: the run has {self.state.max_steps} steps and ends inside a batch, which feeds "
+                f"{self.args.updates_per_batch} updates. Set `max_steps` to a multiple of it."
+            )
+        micro_steps = (self.state.max_steps - self.state.global_step) * accumulation - self._step % accumulation
+        return math.ceil(micro_steps / self.args.micro_steps_per_batch)
+
+    def ledger(self) -> dict[str, dict[str, int]]:
+        """Return where every admitted group and every generated token of the run went, over all ranks.
+
+        Returns:
+            `{"groups": {...}, "tokens": {...}}`; in each the first number is the sum of the others.
+        """
+        return self._collector.ledger_balance()
+
+    # --------------------------------------------------------------------------------------------------------- records
+
+    def _append_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def _log_metrics(self, version: int) -> None:
+        metrics = self._collector.metrics(version)
+        for name, value in metrics.items():
+            if name.startswith("ledger/"):  # totals so far: the last one counts, not the mean over logged steps
+                self._metrics["train"][name] = [value]
+            else:
+                self._metrics["train"][name].append(value)
+        drift = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("importance/")}
+        alarms = self._alarms.check({**drift, **metrics})
+        metrics["alarms"] = float(len(alarms))
+
+    def _log_closed_group(self, group: RolloutGroup, outcome: Outcome, version: int) -> None:
+        if not (self.args.log_rollouts and self.accelerator.is_main_process):
+            return
+        record: dict[str, Any] = {
+            "group": group.group_id,
+            "row": group.row_index,
+            "admitted": group.admitted_version,
+            "left": version,
+            "outcome": outcome.value,
+            "rollouts": [
+                {
+                    "finish": rollout.finish,
+                    "segments": [[segment.policy_version, len(segment)] for segment in rollout.segments],
+                    "rewards": [None if math.isnan(x) else x for x in _rewards(rollout)],
+                }
+                for rollout in group.rollouts
+            ],
+        }
+        with (Path(cast(str, self.args.output_dir)) / "rollouts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _rewards(rollout: Rollout) -> list[float]:
+    return [] if rollout.rewards is None else [float(x) for x in rollout.rewards]
+
+
+_ROLLOUT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+def _is_reward_model(func: Any) -> bool:
+    """Whether the parent scores with it at batch time: a reward model, or the name of one."""
+    return isinstance(func, (str, nn.Module))
