@@ -14,20 +14,20 @@ from trl_ulorl.rollout.engine import DecodedSegment
 EOS = 1
 
 
-def prepared_completion(prompt_ids, serial, max_length):
-    """Make the `serial`-th completion of a prompt: its length and ids follow from the two alone."""
+def prepared_completion(prompt_ids, serial, scale):
+    """Make the `serial`-th completion of a prompt, of 2 to `scale + 3` tokens, from the two alone."""
     rng = np.random.default_rng([*map(int, prompt_ids), serial])
-    length = int(rng.integers(2, max_length + 4))
+    length = int(rng.integers(2, scale + 4))
     ids = rng.integers(4, 20, size=length)
     ids[-1] = EOS
-    return ids[:max_length]
+    return ids
 
 
 class PreparedEngine:
-    """Continues each request with its prepared completion; `versions` says with which log-prob it was 'sampled'."""
+    """Continues each request with its prepared completion, 'sampled' with the log-prob `logp` throughout."""
 
-    def __init__(self, max_length, logp=-1.0):
-        self.max_length = max_length
+    def __init__(self, scale, logp=-1.0):
+        self.scale = scale
         self.logp = logp
         self.plans = {}
         self.serials = Counter()
@@ -48,7 +48,7 @@ class PreparedEngine:
             return self.plans[ids].pop(0)
         serial = self.serials[ids]
         self.serials[ids] += 1
-        return {"prompt_length": len(ids), "ids": prepared_completion(ids, serial, self.max_length)}
+        return {"prompt_length": len(ids), "ids": prepared_completion(ids, serial, self.scale)}
 
 
 def length_reward(completions, **kwargs):
@@ -95,7 +95,8 @@ class StockTrainer(GRPOTrainer):
         completions = []
         for ids in map(tuple, prompt_ids):
             serial = self.seen[ids] + serials[ids]
-            completions.append(prepared_completion(ids, serial, self.max_completion_length).tolist())
+            completion = prepared_completion(ids, serial, self.max_completion_length)
+            completions.append(completion[: self.max_completion_length].tolist())
             serials[ids] += 1
         self.seen.update(serials)
         return completions, None

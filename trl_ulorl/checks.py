@@ -22,8 +22,8 @@ def check_unsupported(
     """Refuse what can't be cut into segments.
 
     Raises:
-        TypeError: If `args` is not a `UloRLConfig`.
-        ValueError: If tools, environments, a rollout function or images are asked for.
+        TypeError: If `args` is not a `UloRLConfig`, or a multimodal processor is given.
+        ValueError: If tools, environments or a rollout function are asked for.
     """
     if not isinstance(args, UloRLConfig):
         raise TypeError(
@@ -40,7 +40,7 @@ def check_unsupported(
                 f"`{name}` is not supported by `UloRLTrainer`: {reason}. Use `trl.GRPOTrainer` for it, or train without."
             )
     if isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
+        raise TypeError(
             f"`processing_class` is a `{type(processing_class).__name__}`: images and other modalities are not carried "
             "across segments. Pass the tokenizer of a text model."
         )
@@ -89,16 +89,17 @@ def check_training_set(train_dataset: Any, reward_funcs: list[Any], args: UloRLC
     """Refuse a training set that prompts can't be drawn from.
 
     Raises:
-        ValueError: If it streams, lacks a column, holds images or has fewer prompts than a batch.
+        TypeError: If it is no map-style data set.
+        ValueError: If it lacks a column, holds images or has fewer prompts than a batch.
     """
     if isinstance(train_dataset, IterableDataset):
-        raise ValueError(
+        raise TypeError(
             "`train_dataset` is an `IterableDataset`: prompts are drawn by row, since more are in flight than one batch "
             "holds, and their position is saved. Pass a map-style `Dataset`, for instance "
             "`Dataset.from_list(list(iterable.take(n)))`."
         )
     if not isinstance(train_dataset, Dataset):
-        raise ValueError(
+        raise TypeError(
             f"`train_dataset` is a `{type(train_dataset).__name__}`: a `datasets.Dataset` with a `prompt` column is "
             "needed."
         )
@@ -129,7 +130,7 @@ def check_training_set(train_dataset: Any, reward_funcs: list[Any], args: UloRLC
 
 
 def check_model_limit(
-    model: Any, args: UloRLConfig, train_dataset: Dataset, tokenize: Callable[[list[int]], list[list[int]]]
+    model: Any, args: UloRLConfig, train_dataset: Dataset, tokenize: Callable[[list[Any]], list[list[int]]]
 ) -> int | None:
     """Return the model's number of positions, after checking that every prompt leaves room for a completion.
 
@@ -155,7 +156,7 @@ def check_model_limit(
     ]
     for start in range(0, len(suspects), _SCAN_BATCH):
         indices = suspects[start : start + _SCAN_BATCH]
-        for index, ids in zip(indices, tokenize(indices), strict=True):
+        for index, ids in zip(indices, tokenize([train_dataset[i]["prompt"] for i in indices]), strict=True):
             if len(ids) >= limit:
                 raise ValueError(
                     f"The prompt in row {index} of `train_dataset` has {len(ids)} tokens, but the model has only "

@@ -191,9 +191,11 @@ class Alarms:
                 "count as wrong and there is nothing to learn from. Raise `max_completion_length` well above "
                 f"{metrics.get('rollout/completed_length_mean', 0):.0f} tokens, or start from a model that ends."
             )
-        if share - recent[0] > MAX_TRUNCATION_GROWTH:
+        half = TRUNCATION_WINDOW // 2
+        earlier, later = sum(recent[:half]) / half, sum(recent[half:]) / half
+        if len(recent) == TRUNCATION_WINDOW and later - earlier > MAX_TRUNCATION_GROWTH:
             found["growth"] = (
-                f"The share of truncated rollouts grew from {recent[0]:.0%} to {share:.0%} within {len(recent)} steps: "
+                f"The share of truncated rollouts grew from {earlier:.0%} to {later:.0%} within {TRUNCATION_WINDOW} steps: "
                 "the policy is learning not to end. Check `importance/stale_kl`, lower the learning rate or the "
                 "staleness, or raise `max_completion_length`."
             )

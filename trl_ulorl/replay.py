@@ -40,6 +40,7 @@ class ReplayedReward:
         self._scorer = scorer
 
     def __call__(self, **kwargs: Any) -> Any:
+        """Return one reward per completion, in TRL's calling form."""
         rollouts = self._handed_over()
         if rollouts is not None:
             return [_reward(rollout, self._index) for rollout in rollouts]

@@ -7,12 +7,12 @@ Every parent method is wrapped, none is copied. The seams, each guarded by a con
 - `_calculate_rewards` and the wrapped reward functions: replay what was scored when the rollouts ended;
 - the returned batch: add sampling log-probs and ages, and SAIS's denominator;
 - `_get_per_token_logps_and_entropies` while `_compute_loss` runs: mask mastered tokens by a zero advantage;
-- `training_step`: book the batch once its last update is done.
+- `training_step`: book the batch once its last update is done;
+- `_save_rng_state`, `_load_optimizer_and_scheduler`: save and load the rollout's state with a checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +27,6 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
-from trl.chat_template_utils import parse_response
-from trl.data_utils import is_conversational
 from trl.models import unwrap_model_for_generation
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import get_callable_name, get_config_model_id
@@ -36,14 +34,17 @@ from trl.trainer.utils import get_callable_name, get_config_model_id
 from .checks import check_model_limit, check_reward_funcs, check_tokenizer, check_training_set, check_unsupported
 from .config import DMMPTsConfig, UloRLConfig
 from .diagnostics import Alarms, UpdateSums, masked_advantages
+from .records import RolloutLog
 from .replay import ReplayedReward, replay_logs
-from .rollout.collector import CollectorSettings, ExperienceCollector, Prompt
+from .rollout.collector import CollectorSettings, ExperienceCollector
 from .rollout.engine import SegmentEngine
-from .rollout.pool import Outcome, Rollout, RolloutGroup
+from .rollout.pool import Rollout, RolloutGroup
 from .rollout.prompts import PromptStream
 from .rollout.schedule import SegmentSchedule
-from .rollout.scoring import RewardInput, RewardScorer, RewardSource
+from .rollout.scoring import RewardScorer, RewardSource
+from .rollout.state import FOLDER, load_state, pack_batches, save_state, unpack_batches, write_json
 from .rollout.transformers import TransformersEngine
+from .rows import PromptRows
 
 
 @dataclass(slots=True)
@@ -114,7 +115,7 @@ class UloRLTrainer(GRPOTrainer):
         train_dataset: Dataset
         processing_class: PreTrainedTokenizerBase
         reward_processing_classes: list[Any]
-        tools: list[Any]
+        _buffered_inputs: Any
 
     def __init__(
         self,
@@ -164,7 +165,17 @@ class UloRLTrainer(GRPOTrainer):
             peft_config=peft_config,
         )
         check_tokenizer(self._tokenizer)
-        self._model_limit = check_model_limit(self.model, args, self.train_dataset, self._prompt_ids)
+        self._rows = PromptRows(
+            self.train_dataset,
+            self._tokenizer,
+            self._tokenized,
+            max_completion_length=args.max_completion_length,
+            model_limit=check_model_limit(self.model, args, self.train_dataset, self._tokenized),
+        )
+        self._log_file = RolloutLog(
+            Path(cast(str, args.output_dir)) / "rollouts.jsonl",
+            is_enabled=args.log_rollouts and self.accelerator.is_main_process,
+        )
         if args.overlong == "soft":
             self._add_soft_punishment()
         elif args.overlong == "mask":
@@ -177,6 +188,7 @@ class UloRLTrainer(GRPOTrainer):
             epsilon_low=self.epsilon_low,
             epsilon_high=self.epsilon_high,
         )
+        self._update_metrics: dict[str, float] = {}
         self._alarms = Alarms(
             watch_importance=args.importance_alarm,
             max_group_age=2 * args.num_segments * args.updates_per_batch,
@@ -195,6 +207,9 @@ class UloRLTrainer(GRPOTrainer):
             )
             for func in reward_funcs
         ]
+
+    def _tokenized(self, prompts: list[Any]) -> list[list[int]]:
+        return cast(list[list[int]], super()._tokenize_prompts(prompts)[0])
 
     def _rollouts_handed_over(self) -> list[Rollout] | None:
         return self._handover.rollouts if self._handover is not None else None
@@ -240,12 +255,12 @@ class UloRLTrainer(GRPOTrainer):
                 correctness_index=correctness_index,
                 truncated_is_wrong=args.overlong == "wrong",
             ),
-            tokenize=self._prompts_of_rows,
-            render=self._render,
+            tokenize=self._rows.prompts,
+            render=self._rows.render,
             exchange=lambda payload: gather_object([payload]),
             rank=self.accelerator.process_index,
             num_ranks=self.accelerator.num_processes,
-            on_close=self._log_closed_group,
+            on_close=self._log_file.write,
         )
 
     def _build_engine(self) -> SegmentEngine:
@@ -272,41 +287,6 @@ class UloRLTrainer(GRPOTrainer):
         ):
             yield model
 
-    # ------------------------------------------------------------------------------------------- from rows to rollouts
-
-    def _prompt_ids(self, row_indices: list[int]) -> list[list[int]]:
-        prompts = [self.train_dataset[index]["prompt"] for index in row_indices]
-        prompt_ids: list[list[int]] = super()._tokenize_prompts(prompts)[0]
-        return prompt_ids
-
-    def _prompts_of_rows(self, row_indices: list[int]) -> list[Prompt]:
-        limit = self.max_completion_length
-        return [
-            Prompt(ids, limit if self._model_limit is None else min(limit, self._model_limit - len(ids)))
-            for ids in self._prompt_ids(row_indices)
-        ]
-
-    def _render(self, group: RolloutGroup, rollout: Rollout) -> RewardInput:
-        """Show a finished rollout as the parent will: rewards are needed before the parent sees the batch."""
-        row = self.train_dataset[group.row_index]
-        ids = rollout.completion_ids.tolist()
-        completion: Any
-        if not is_conversational({"prompt": row["prompt"]}):
-            completion = self.processing_class.batch_decode([ids], skip_special_tokens=True)[0]
-        elif self._has_response_format:
-            completion = [parse_response(self._tokenizer, ids, prefix=group.prompt_ids.tolist(), tools=self.tools)]
-        else:
-            content = self.processing_class.batch_decode([ids], skip_special_tokens=True)[0]
-            completion = [{"role": "assistant", "content": content}]
-        columns = {name: value for name, value in row.items() if name not in _ROLLOUT_COLUMNS}
-        return RewardInput(rollout, row["prompt"], completion, ids, columns)
-
-    @property
-    def _has_response_format(self) -> bool:
-        """Whether TRL parses this tokenizer's completions instead of decoding them."""
-        names = ("response_template", "response_schema")
-        return any(getattr(self._tokenizer, name, None) is not None for name in names)
-
     # ----------------------------------------------------------------------------------------------- the parent's seams
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -319,9 +299,7 @@ class UloRLTrainer(GRPOTrainer):
         rows = rows[share * self.accelerator.process_index :][:share]
         self._handover = _HandOver([group for group, _ in rows], [rollout for _, rollout in rows])
         try:
-            output = super()._generate_and_score_completions(
-                [self.train_dataset[group.row_index] for group, _ in rows]
-            )
+            output = super()._generate_and_score_completions([self._rows[group.row_index] for group, _ in rows])
         finally:
             self._handover = None
         self._add_sampling_data(output, [rollout for _, rollout in rows], version)
@@ -339,7 +317,7 @@ class UloRLTrainer(GRPOTrainer):
         # Arrays, as the parent pads 128 completions of 16k ids in 1.5 ms from them and in 236 ms from lists; parsers
         # of structured responses take lists only.
         ids = [rollout.completion_ids.astype(np.int64) for rollout in self._handover.rollouts]
-        return [x.tolist() for x in ids] if self._has_response_format else ids, None
+        return [x.tolist() for x in ids] if self._rows.has_response_format else ids, None
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._handover is not None:
@@ -379,7 +357,8 @@ class UloRLTrainer(GRPOTrainer):
             self._tap = None
         if self.accelerator.sync_gradients:
             sums = self.accelerator.reduce(self._update_sums.take(), reduction="sum")
-            self._append_metrics(self._update_sums.metrics(sums))
+            self._update_metrics = self._update_sums.metrics(sums)
+            self._append_metrics(self._update_metrics)
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Any]:
@@ -405,7 +384,7 @@ class UloRLTrainer(GRPOTrainer):
             self._collector.ledger_balance()
         return loss
 
-    # ------------------------------------------------------------------------------------------------ the end of a run
+    # ---------------------------------------------------------------------------------------------- state of the rollout
 
     def _num_batches_left(self) -> int | None:
         """With `drain`, count the batches that are still to be trained on, this one included."""
@@ -420,6 +399,11 @@ class UloRLTrainer(GRPOTrainer):
         micro_steps = (self.state.max_steps - self.state.global_step) * accumulation - self._step % accumulation
         return math.ceil(micro_steps / self.args.micro_steps_per_batch)
 
+    @property
+    def rollout_engine(self) -> SegmentEngine:
+        """The engine that decodes segments with the current policy."""
+        return self._collector.engine
+
     def ledger(self) -> dict[str, dict[str, int]]:
         """Return where every admitted group and every generated token of the run went, over all ranks.
 
@@ -427,6 +411,34 @@ class UloRLTrainer(GRPOTrainer):
             `{"groups": {...}, "tokens": {...}}`; in each the first number is the sum of the others.
         """
         return self._collector.ledger_balance()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the rollout's state on every rank, before `trainer_state.json` marks the checkpoint as whole."""
+        super()._save_rng_state(output_dir)
+        state, arrays = self._collector.state_dict()
+        state["step"] = self._step
+        state["rollout_log_bytes"] = self._log_file.num_bytes
+        tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        # Inside the window of a batch that feeds several updates the rest of the batch is part of the state.
+        if self._step % self.args.micro_steps_per_batch:
+            state["num_buffered"] = len(self._buffered_inputs)
+            tensors.update(pack_batches(self._buffered_inputs))
+        rank = self.accelerator.process_index
+        save_state(output_dir, rank, self.accelerator.num_processes, state, tensors)
+        if self.accelerator.is_main_process:
+            write_json(Path(output_dir) / FOLDER / "ledger.json", self.ledger())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the rollout's state too; called on every backend, on every rank."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        state, tensors = load_state(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
+        self._collector.load_state_dict(state, {name: tensor.numpy() for name, tensor in tensors.items()})
+        self._step = state["step"]
+        if "num_buffered" in state:
+            self._buffered_inputs = unpack_batches(tensors, state["num_buffered"], self.accelerator.device)
+        self._log_file.go_back_to(state["rollout_log_bytes"])
 
     # --------------------------------------------------------------------------------------------------------- records
 
@@ -441,37 +453,7 @@ class UloRLTrainer(GRPOTrainer):
                 self._metrics["train"][name] = [value]
             else:
                 self._metrics["train"][name].append(value)
-        drift = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("importance/")}
-        alarms = self._alarms.check({**drift, **metrics})
-        metrics["alarms"] = float(len(alarms))
-
-    def _log_closed_group(self, group: RolloutGroup, outcome: Outcome, version: int) -> None:
-        if not (self.args.log_rollouts and self.accelerator.is_main_process):
-            return
-        record: dict[str, Any] = {
-            "group": group.group_id,
-            "row": group.row_index,
-            "admitted": group.admitted_version,
-            "left": version,
-            "outcome": outcome.value,
-            "rollouts": [
-                {
-                    "finish": rollout.finish,
-                    "segments": [[segment.policy_version, len(segment)] for segment in rollout.segments],
-                    "rewards": [None if math.isnan(x) else x for x in _rewards(rollout)],
-                }
-                for rollout in group.rollouts
-            ],
-        }
-        with (Path(cast(str, self.args.output_dir)) / "rollouts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def _rewards(rollout: Rollout) -> list[float]:
-    return [] if rollout.rewards is None else [float(x) for x in rollout.rewards]
-
-
-_ROLLOUT_COLUMNS = ("prompt", "completion", "completion_ids")
+        self._alarms.check({**self._update_metrics, **metrics})
 
 
 def _is_reward_model(func: Any) -> bool:

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .engine import DecodeRequest, SegmentEngine
 from .pool import (
+    PACKED_ARRAYS,
     ExperiencePool,
     Finish,
     Ledger,
@@ -196,15 +198,15 @@ class ExperienceCollector:
         return self._tickets.keys() & set(oldest_first[:num_due])
 
     def _run_round(self, version: int, num_batches_left: int | None) -> None:
-        self._admit(version, num_batches_left)
         payload: dict[str, Any] = {"error": None}
         failure: Exception | None = None
         try:
+            self._admit(version, num_batches_left)
             payload.update(self._decode(version))
             started = time.perf_counter()
             self.scorer.wait()
             self.report.score_seconds += time.perf_counter() - started
-        except Exception as error:  # told to the other ranks first: they would wait for this one for ever
+        except Exception as error:  # noqa: BLE001 - told to the other ranks first: they would wait for this one for ever
             failure, payload["error"] = error, f"{type(error).__name__}: {error}"
         else:
             complete = self.unfinished.pop_complete()
@@ -219,7 +221,7 @@ class ExperienceCollector:
             raise failure
         for rank, other in enumerate(payloads):
             if other["error"] is not None:
-                raise RuntimeError(f"Decoding failed on rank {rank} ({other['error']}): see that rank's traceback.")
+                raise RuntimeError(f"The rollout failed on rank {rank} ({other['error']}): see that rank's traceback.")
         self._receive(payloads, version)
         self.report.num_rounds += 1
 
@@ -304,11 +306,12 @@ class ExperienceCollector:
         for group in sorted(complete, key=lambda group: group.group_id):
             del self._tickets[group.group_id]
             self._sort(group)
-        # Filtered groups stay candidates for filling this batch; older ones than it can need are booked.
-        surplus = len(self.report.fillers) - self.schedule.groups_per_batch
-        for group, outcome in self.report.fillers[: max(0, surplus)]:
+        # They stay candidates for filling this batch, filtered groups before those that were set aside: at least their
+        # rewards are known. What the batch can't need is booked.
+        self.report.fillers.sort(key=lambda filler: filler[1] is Outcome.SET_ASIDE)
+        for group, outcome in self.report.fillers[self.schedule.groups_per_batch :]:
             self._close(group, outcome, version)
-        self.report.fillers = self.report.fillers[max(0, surplus) :]
+        del self.report.fillers[self.schedule.groups_per_batch :]
 
     def _sort(self, group: RolloutGroup) -> None:
         settings = self._settings
@@ -327,9 +330,7 @@ class ExperienceCollector:
     def _take_batch(self, version: int) -> list[RolloutGroup]:
         batch = self.ready.take(self.schedule.groups_per_batch)
         num_missing = self.schedule.groups_per_batch - len(batch)
-        # Filtered groups before those that were set aside: at least their rewards are known.
-        candidates = sorted(self.report.fillers, key=lambda filler: filler[1] is Outcome.SET_ASIDE)
-        fillers, rest = candidates[:num_missing], candidates[num_missing:]
+        fillers, rest = self.report.fillers[:num_missing], self.report.fillers[num_missing:]
         if num_missing:
             self.report.num_filled = num_missing
             logger.warning(
@@ -377,35 +378,37 @@ class ExperienceCollector:
             **ledger_metrics(self.ledger_balance()),
         }
 
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return this rank's state as JSON values and arrays: everything that is held between two rollout steps."""
-        if self.training:
-            raise RuntimeError("The pools can't be saved while a batch is being trained on: finish its updates first.")
-        unfinished, unfinished_arrays = pack_groups(self.unfinished.groups)
-        ready, ready_arrays = pack_groups(self.ready.groups)
-        state = {
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Return this rank's state between two updates as JSON values and arrays."""
+        state: dict[str, Any] = {
             "prompts": self.prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
             "tickets": [[i, t.row_index, t.admitted_version, t.owner] for i, t in self._tickets.items()],
             "open_by_rank": self._open_by_rank,
             "unfinished_tokens": self._unfinished_tokens,
-            "unfinished": unfinished,
-            "ready": ready,
+            "groups": {},
         }
-        arrays = {f"unfinished.{name}": values for name, values in unfinished_arrays.items()}
-        arrays.update({f"ready.{name}": values for name, values in ready_arrays.items()})
+        arrays = {}
+        held = {"unfinished": self.unfinished.groups, "ready": self.ready.groups, "training": self.training}
+        for name, groups in held.items():
+            state["groups"][name], packed = pack_groups(groups)
+            arrays.update({f"{name}.{key}": values for key, values in packed.items()})
         return state, arrays
 
-    def load_state_dict(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
         """Take up a state that `state_dict` returned on the same rank of equally many."""
         self.prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
         self._tickets = {i: _Ticket(row, version, owner) for i, row, version, owner in state["tickets"]}
         self._open_by_rank = list(state["open_by_rank"])
         self._unfinished_tokens = state["unfinished_tokens"]
-        self.unfinished, self.ready = UnfinishedPool(), ExperiencePool()
-        for name, add in (("unfinished", self.unfinished.admit), ("ready", self.ready.add)):
-            prefix = f"{name}."
-            own = {key.removeprefix(prefix): values for key, values in arrays.items() if key.startswith(prefix)}
-            for group in unpack_groups(state[name], own):
-                add(group)
+        held = {
+            name: unpack_groups(records, {key: arrays[f"{name}.{key}"] for key in PACKED_ARRAYS})
+            for name, records in state["groups"].items()
+        }
+        self.unfinished, self.ready, self.training = UnfinishedPool(), ExperiencePool(), held["training"]
+        for group in held["unfinished"]:
+            self.unfinished.admit(group)
+        for group in held["ready"]:
+            self.ready.add(group)
+        self.ledger_balance()

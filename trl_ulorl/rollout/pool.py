@@ -315,13 +315,17 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as JSON values."""
-        return {"groups": dict(self.groups), "tokens": dict(self.tokens), "lengths": dict(self.lengths)}
+        lengths = {name: list(counts) for name, counts in self.lengths.items()}
+        return {"groups": dict(self.groups), "tokens": dict(self.tokens), "lengths": lengths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up counters that `state_dict` returned."""
         self.groups = dict(state["groups"])
         self.tokens = dict(state["tokens"])
         self.lengths = {name: list(counts) for name, counts in state["lengths"].items()}
+
+
+PACKED_ARRAYS = ("prompt_ids", "token_ids", "per_token_logps")
 
 
 def pack_groups(groups: Iterable[RolloutGroup]) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:

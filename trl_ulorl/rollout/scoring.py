@@ -117,19 +117,21 @@ class RewardScorer:
         self._loop.run_until_complete(self._serve_forever())
 
     async def _serve_forever(self) -> None:
-        while True:
-            waiting = [await self._inbox.get()]
-            while not self._inbox.empty():  # one call for all that ended meanwhile
-                waiting.append(self._inbox.get_nowait())
-            items = [item for item, _ in waiting]
-            try:
-                await self._score(items)
-            except Exception as error:
-                for _, future in waiting:
-                    future.set_exception(error)
-            else:
-                for _, future in waiting:
-                    future.set_result(None)
+        while True:  # a call for each turn, so that no scored completion is held while waiting for the next
+            await self._serve_next()
+
+    async def _serve_next(self) -> None:
+        waiting = [await self._inbox.get()]
+        while not self._inbox.empty():  # one call for all that ended meanwhile
+            waiting.append(self._inbox.get_nowait())
+        try:
+            await self._score([item for item, _ in waiting])
+        except Exception as error:  # noqa: BLE001 - raised by `wait`
+            for _, future in waiting:
+                future.set_exception(error)
+        else:
+            for _, future in waiting:
+                future.set_result(None)
 
     async def _score(self, items: list[RewardInput]) -> None:
         columns = await asyncio.gather(*(self._score_with(i, items) for i in range(len(self._sources))))
@@ -153,7 +155,7 @@ class RewardScorer:
         """Call once for all items; where that fails, by group and then by rollout, until the bad ones are isolated."""
         try:
             return await self._call(source, items)
-        except Exception as error:
+        except BaseException as error:  # noqa: BLE001 - `sys.exit` and math-verify's timeout too: the thread serves on
             if len(items) == 1:
                 self._count_failure(source, items[0], error)
                 return [_Score(has_failed=True)]
@@ -191,7 +193,7 @@ class RewardScorer:
             score.value = value if math.isfinite(value) else math.nan
         return scores
 
-    def _count_failure(self, source: RewardSource, item: RewardInput, error: Exception) -> None:
+    def _count_failure(self, source: RewardSource, item: RewardInput, error: BaseException) -> None:
         self.num_failures[source.name] += 1
         if self.num_failures[source.name] <= MAX_WARNINGS:
             logger.warning(

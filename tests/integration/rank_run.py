@@ -1,0 +1,49 @@
+"""Train for a few steps on every rank and write what this rank ended with; started by torchrun from test_ranks.py."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from conftest import make_dataset, make_model, make_tokenizer
+from helpers import arguments, length_reward
+from transformers import ProgressCallback
+
+from trl_ulorl import UloRLTrainer
+
+
+def main(folder: Path, overrides: dict) -> None:
+    torch.set_num_threads(1)
+    decoded = []
+
+    def reward(completions, **kwargs):
+        if overrides.get("fails_on_rank") == trainer.accelerator.process_index:
+            raise ValueError("this rank's verifier is down")
+        return length_reward(completions)
+
+    settings = {key: value for key, value in overrides.items() if key != "fails_on_rank"}
+    args = arguments(folder, ddp_backend="gloo", **settings)
+    trainer = UloRLTrainer(make_model(), reward, args, make_dataset(), processing_class=make_tokenizer())
+    trainer.remove_callback(ProgressCallback)
+    engine_decode = trainer._collector.engine.decode
+
+    def counting_decode(requests):
+        decoded.append(len(requests))
+        return engine_decode(requests)
+
+    trainer._collector.engine.decode = counting_decode
+    trainer.train()
+    result = {
+        "ledger": trainer.ledger(),
+        "decoded": decoded,
+        "parameters": [value.double().sum().item() for value in trainer.model.parameters()],
+        "history": trainer.state.log_history,
+    }
+    (folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

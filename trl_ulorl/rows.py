@@ -1,0 +1,76 @@
+"""How rows of the training set look to the engine and to reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import parse_response
+from trl.data_utils import is_conversational
+
+from .rollout.collector import Prompt
+from .rollout.pool import Rollout, RolloutGroup
+from .rollout.scoring import RewardInput
+
+_ROLLOUT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+class PromptRows:
+    """Turns rows into prompts, and finished rollouts into what TRL would show reward functions.
+
+    Args:
+        dataset: The training set.
+        tokenizer: Decodes completions.
+        tokenize: Prompts to token ids, as TRL renders them.
+        max_completion_length: Length limit of completions.
+        model_limit: Positions of the model, for prompt and completion together; None for no limit.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        tokenize: Callable[[list[Any]], list[list[int]]],
+        *,
+        max_completion_length: int,
+        model_limit: int | None,
+    ) -> None:
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._tokenize = tokenize
+        self._max_completion_length = max_completion_length
+        self._model_limit = model_limit
+
+    def __getitem__(self, row_index: int) -> dict[str, Any]:
+        """Return a row, with all its columns."""
+        row: dict[str, Any] = self._dataset[row_index]
+        return row
+
+    def prompts(self, row_indices: list[int]) -> list[Prompt]:
+        """Tokenize the prompts of some rows, each with the completion tokens that fit behind it."""
+        limit, positions = self._max_completion_length, self._model_limit
+        return [
+            Prompt(ids, limit if positions is None else min(limit, positions - len(ids)))
+            for ids in self._tokenize([self[index]["prompt"] for index in row_indices])
+        ]
+
+    def render(self, group: RolloutGroup, rollout: Rollout) -> RewardInput:
+        """Decode a finished rollout as TRL will: its reward is needed before TRL sees the batch."""
+        row, ids = self[group.row_index], rollout.completion_ids.tolist()
+        completion: Any
+        if is_conversational({"prompt": row["prompt"]}) and self.has_response_format:
+            completion = [parse_response(self._tokenizer, ids, prefix=group.prompt_ids.tolist(), tools=[])]
+        else:
+            (text,) = self._tokenizer.batch_decode([ids], skip_special_tokens=True)
+            is_chat = is_conversational({"prompt": row["prompt"]})
+            completion = [{"role": "assistant", "content": text}] if is_chat else text
+        columns = {name: value for name, value in row.items() if name not in _ROLLOUT_COLUMNS}
+        return RewardInput(rollout, row["prompt"], completion, ids, columns)
+
+    @property
+    def has_response_format(self) -> bool:
+        """Whether TRL parses this tokenizer's completions instead of decoding them."""
+        names = ("response_template", "response_schema")
+        return any(getattr(self._tokenizer, name, None) is not None for name in names)
