@@ -40,7 +40,7 @@ class PreparedEngine:
             plan = self._plan(ids)
             done = len(ids) - plan["prompt_length"]
             new = plan["ids"][done : done + request.max_new_tokens]
-            self.plans[ids + tuple(map(int, new))] = self.plans.get(ids + tuple(map(int, new)), []) + [plan]
+            self.plans.setdefault((*ids, *map(int, new)), []).append(plan)
             yield DecodedSegment(index, new, np.full(len(new), self.logp, np.float32), bool(new[-1] == EOS))
 
     def _plan(self, ids):

@@ -14,6 +14,9 @@ from .config import UloRLConfig
 from .rewards import VerifierReward
 
 _SCAN_BATCH = 1000
+_SHORT_MESSAGES = [{"role": "user", "content": "1"}]
+# What reward functions are called with besides the data set's columns.
+_REWARD_KWARGS = {"prompts", "completions", "completion_ids", "completion", "trainer_state", "log_extra", "log_metric"}
 
 
 def check_unsupported(
@@ -63,11 +66,18 @@ def check_reward_funcs(reward_funcs: list[Any], args: UloRLConfig) -> int:
     """Return the index of the correctness function among the reward functions that are no models.
 
     Raises:
+        TypeError: If one can't be called.
         ValueError: If there is none, its name is unknown, or reward models are combined with what needs rewards early.
     """
     if not reward_funcs:
         raise ValueError("`reward_funcs` is empty: pass at least one, for instance `VerifierReward()`.")
     is_model = [isinstance(func, (str, nn.Module)) for func in reward_funcs]
+    for func, skip in zip(reward_funcs, is_model, strict=True):
+        if not (skip or callable(func)):
+            raise TypeError(
+                f"`reward_funcs` holds {func!r}, which can't be called. A reward function takes `completions` and the "
+                "data set's columns as keyword arguments and returns one reward per completion."
+            )
     if any(is_model) and (args.dynamic_sampling or args.overlong == "wrong"):
         raise ValueError(
             "A reward model scores a batch once it is formed, but `dynamic_sampling=True` and `overlong='wrong'` need "
@@ -103,7 +113,25 @@ def check_training_set(train_dataset: Any, reward_funcs: list[Any], args: UloRLC
             f"`train_dataset` is a `{type(train_dataset).__name__}`: a `datasets.Dataset` with a `prompt` column is "
             "needed."
         )
-    columns = train_dataset.column_names
+    _check_columns(train_dataset.column_names, reward_funcs)
+    num_batches = len(train_dataset) // args.groups_per_batch
+    if num_batches == 0:
+        raise ValueError(
+            f"`train_dataset` has {len(train_dataset)} prompts, fewer than one batch ({args.groups_per_batch} = "
+            f"`generation_batch_size` {args.generation_batch_size} / `num_generations` {args.num_generations}). Add "
+            "prompts or make the batch smaller."
+        )
+    micro_steps = num_batches * args.micro_steps_per_batch
+    if args.drain and micro_steps % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"`drain` can't be met: an epoch has {micro_steps} backward passes and an update takes "
+            f"{args.gradient_accumulation_steps}, so each epoch ends with a short update and the number of batches to come "
+            "is not known. Change the number of prompts or `gradient_accumulation_steps`, or leave `drain` off."
+        )
+    _check_prompts(train_dataset)
+
+
+def _check_columns(columns: list[str], reward_funcs: list[Any]) -> None:
     if "prompt" not in columns:
         raise ValueError(
             f"`train_dataset` has the columns {columns} but no `prompt`, which holds a string or a list of messages. "
@@ -115,18 +143,27 @@ def check_training_set(train_dataset: Any, reward_funcs: list[Any], args: UloRLC
                 f"`train_dataset` has a column `{column}`: images are not carried across segments. Remove it with "
                 "`train_dataset.remove_columns`."
             )
+    clashes = sorted(_REWARD_KWARGS & set(columns))
+    if clashes:
+        raise ValueError(
+            f"`train_dataset` has columns {clashes}, whose names reward functions get other arguments by. Rename or remove "
+            "them."
+        )
     wanted = VerifierReward.answer_columns
     if any(isinstance(func, VerifierReward) for func in reward_funcs) and not set(wanted) & set(columns):
         raise ValueError(
             f"`VerifierReward` compares with a reference answer, but `train_dataset` has only the columns {columns}. "
             f"Name the column of the references `{wanted[0]}` or `{wanted[1]}`."
         )
-    if len(train_dataset) < args.groups_per_batch:
-        raise ValueError(
-            f"`train_dataset` has {len(train_dataset)} prompts, fewer than one batch ({args.groups_per_batch} = "
-            f"`generation_batch_size` {args.generation_batch_size} / `num_generations` {args.num_generations}). Add "
-            "prompts or make the batch smaller."
-        )
+
+
+def _check_prompts(train_dataset: Dataset) -> None:
+    for index, prompt in enumerate(train_dataset["prompt"]):
+        if not (prompt and isinstance(prompt, (str, list))):
+            raise ValueError(
+                f"The prompt in row {index} of `train_dataset` is {prompt!r}: it must be a text or a list of messages, and "
+                "not empty. Filter such rows out."
+            )
 
 
 def check_model_limit(
@@ -148,11 +185,12 @@ def check_model_limit(
             f"{limit} positions. Lower it, or extend the model with `model_init_kwargs` (`rope_parameters` and "
             "`max_position_embeddings`), as the recipes beyond Qwen3's 40,960 positions do."
         )
-    template_bytes = 512
+    (shortest,) = tokenize(["1"]) if isinstance(train_dataset["prompt"][0], str) else tokenize([_SHORT_MESSAGES])
     suspects = [
         index
         for index, prompt in enumerate(train_dataset["prompt"])
-        if len(str(prompt).encode()) + template_bytes >= limit
+        # The template's tokens come on top, once per message at most.
+        if len(str(prompt).encode()) + len(shortest) * (1 if isinstance(prompt, str) else len(prompt)) >= limit
     ]
     for start in range(0, len(suspects), _SCAN_BATCH):
         indices = suspects[start : start + _SCAN_BATCH]

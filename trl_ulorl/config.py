@@ -15,12 +15,28 @@ from trl import GRPOConfig
 _RESERVED_GENERATION_KWARGS = (
     "max_new_tokens",
     "max_length",
+    "max_time",
     "min_new_tokens",
     "min_length",
     "num_beams",
     "num_return_sequences",
+    "return_dict_in_generate",
     "stop_strings",
+    "eos_token_id",
+    "pad_token_id",
 )
+# Fields of their own, whose checks would be bypassed, and ways to restrict sampling that no field has.
+_SAMPLING_KWARGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+)
+_LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,13 @@ class DMMPTsConfig:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("tau", "sigma"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
+                raise TypeError(
+                    f"`{name}` ({getattr(self, name)!r}) must be a number. YAML reads 2e-1 as text: write it as 0.2."
+                )
+        if not isinstance(self.dynamic, bool):
+            raise TypeError(f"`dynamic` ({self.dynamic!r}) must be true or false, without quotes.")
         if not 0 < self.tau <= 1:
             raise ValueError(
                 f"`tau` ({self.tau}) must lie in (0, 1]: it is the probability above which a token counts as "
@@ -56,14 +79,14 @@ class DMMPTsConfig:
 def _parse_dmmpts(value: DMMPTsConfig | dict[str, Any] | str | None) -> DMMPTsConfig | None:
     if value is None or isinstance(value, DMMPTsConfig):
         return value
-    if isinstance(value, str) and value.lower() in ("none", "null", "off"):
+    if isinstance(value, str) and value.strip().lower() in ("none", "null", "off"):
         return None
     if not isinstance(value, dict):
         raise TypeError(
             f"`dmmpts` ({value!r}) must be a `DMMPTsConfig`, a mapping such as "
             '\'{"tau": 0.99, "sigma": 0.2}\', or None to switch the masking off.'
         )
-    unknown = sorted(value.keys() - {f.name for f in dataclasses.fields(DMMPTsConfig)})
+    unknown = sorted(map(str, value.keys() - {f.name for f in dataclasses.fields(DMMPTsConfig)}))
     if unknown:
         raise ValueError(f"`dmmpts` has unknown keys {unknown}: it takes `tau`, `sigma` and `dynamic`.")
     return DMMPTsConfig(**value)
@@ -175,6 +198,7 @@ class UloRLConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         self.dmmpts = _parse_dmmpts(self._parse_json_dmmpts())  # type: ignore[assignment]
+        self._check_counts()
         try:
             super().__post_init__()
         except ValueError as error:
@@ -189,7 +213,7 @@ class UloRLConfig(GRPOConfig):
         self._check_overlong()
 
     def _parse_json_dmmpts(self) -> Any:
-        if isinstance(self.dmmpts, str) and self.dmmpts.startswith("{"):
+        if isinstance(self.dmmpts, str) and self.dmmpts.strip().startswith("{"):
             try:
                 return json.loads(self.dmmpts)
             except json.JSONDecodeError as error:
@@ -217,14 +241,43 @@ class UloRLConfig(GRPOConfig):
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimizer steps that one generation batch feeds, rounded up."""
-        return math.ceil(self.micro_steps_per_batch / self.gradient_accumulation_steps)
+        """Most optimizer steps that one generation batch feeds.
+
+        A batch need not begin with an update: where the two don't align it begins up to accumulation - gcd backward
+        passes into one.
+        """
+        micro, accumulation = self.micro_steps_per_batch, self.gradient_accumulation_steps
+        latest_start = accumulation - math.gcd(micro, accumulation)
+        return math.ceil((latest_start + micro) / accumulation)
 
     # ------------------------------------------------------------------------------------------------------- checks
 
+    def _check_counts(self) -> None:
+        for name, least in {
+            "num_generations": 2,
+            "num_iterations": 1,
+            "steps_per_generation": 1,
+            "gradient_accumulation_steps": 1,
+            "max_completion_length": 1,
+            "num_segments": 1,
+            "segment_length": 1,
+            "max_inflight_groups": 1,
+            "max_staleness": 0,
+            "overlong_cache_length": 1,
+        }.items():
+            value = getattr(self, name)
+            may_be_unset = type(self).__dataclass_fields__[name].default is None
+            if value is None and may_be_unset:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"`{name}` ({value!r}) must be a whole number of at least {least}"
+                    + (", or left out." if may_be_unset else ".")
+                )
+
     def _explain_batch_size(self, error: ValueError) -> None:
         size, generations = self.generation_batch_size, self.num_generations
-        if size and generations and size % generations:
+        if size and size % generations:
             raise ValueError(
                 f"`generation_batch_size` ({size}) must be a multiple of `num_generations` ({generations}), since a "
                 "prompt's rollouts are trained on together. It is `per_device_train_batch_size` "
@@ -237,24 +290,18 @@ class UloRLConfig(GRPOConfig):
             "importance_mode": ("pois", "sais"),
             "overlong": ("wrong", "mask", "soft"),
             "rollout_schedule": ("segment", "continuous"),
+            "loss_type": _LOSS_TYPES,
+            "importance_sampling_level": ("token", "sequence"),
+            "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
         }.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` ({getattr(self, name)!r}) must be one of {', '.join(map(repr, choices))}.")
 
     def _check_segments(self) -> None:
-        if self.num_segments < 1:
-            raise ValueError(
-                f"`num_segments` ({self.num_segments}) must be at least 1; 1 decodes every rollout in one piece."
-            )
-        if (self.max_completion_length or 0) < 1:
-            raise ValueError(
-                f"`max_completion_length` ({self.max_completion_length}) must be a positive number: it is the limit "
-                "that segments add up to."
-            )
         if self.segment_length is None:
             self.segment_length = math.ceil(self.max_completion_length / self.num_segments)
-        if self.segment_length < 1 or self.segment_length * self.num_segments < self.max_completion_length:
-            needed = math.ceil(self.max_completion_length / max(1, self.segment_length))
+        if self.segment_length * self.num_segments < self.max_completion_length:
+            needed = math.ceil(self.max_completion_length / self.segment_length)
             raise ValueError(
                 f"`segment_length` ({self.segment_length}) times `num_segments` ({self.num_segments}) is below "
                 f"`max_completion_length` ({self.max_completion_length}): rollouts would need more segments than "
@@ -325,20 +372,37 @@ class UloRLConfig(GRPOConfig):
             )
 
     def _check_sampling(self) -> None:
-        reserved = sorted(set(self.generation_kwargs or {}) & set(_RESERVED_GENERATION_KWARGS))
+        given_kwargs = set(self.generation_kwargs or {})
+        reserved = sorted(given_kwargs & set(_RESERVED_GENERATION_KWARGS))
         if reserved:
             raise ValueError(
-                f"`generation_kwargs` holds {reserved}: segment rollout sets lengths itself, samples one sequence at a "
-                "time and continues it token for token. Remove them; the limit is `max_completion_length`."
+                f"`generation_kwargs` holds {reserved}: segment rollout sets lengths and stops itself, samples one sequence "
+                "at a time and continues it token for token. Remove them; the limit is `max_completion_length`."
             )
-        if not self.temperature > 0:
+        sampling = sorted(given_kwargs & set(_SAMPLING_KWARGS))
+        if sampling:
             raise ValueError(
-                f"`temperature` ({self.temperature}) must be positive: log-probabilities are taken at it. For greedy "
-                "decoding pass `generation_kwargs={'do_sample': False}`."
+                f"`generation_kwargs` holds {sampling}, which would change sampling behind the log-probabilities that "
+                "tokens are recorded with. Use the configuration's own fields of these names; typical and cut-off "
+                "sampling are not supported."
             )
+        if self.top_k in (-1, None):
+            self.top_k = 0  # the paper's and vLLM's spelling of off
+        for name, is_valid, rule in (
+            ("temperature", 0 < self.temperature < math.inf, "positive: log-probabilities are taken at it"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 is off"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1]; 0 is off"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive; 1 is off"),
+            ("epsilon", 0 <= self.epsilon < math.inf, "0 or more: it is the width of the clip range"),
+        ):
+            if not is_valid:
+                raise ValueError(
+                    f"`{name}` ({getattr(self, name)}) must be {rule}. The paper samples with temperature 0.85 only."
+                )
         restricted = {
             "top_p": self.top_p < 1,
-            "top_k": self.top_k is not None and self.top_k > 0,
+            "top_k": self.top_k > 0,
             "min_p": bool(self.min_p),
             "repetition_penalty": self.repetition_penalty != 1,
         }
@@ -398,9 +462,9 @@ class UloRLConfig(GRPOConfig):
             )
         if self.overlong_cache_length is None:
             if self.overlong == "soft":
-                self.overlong_cache_length = self.max_completion_length // 5
+                self.overlong_cache_length = max(1, self.max_completion_length // 5)
             return
-        if self.overlong != "soft" or not 0 < self.overlong_cache_length <= self.max_completion_length:
+        if self.overlong != "soft" or self.overlong_cache_length > self.max_completion_length:
             raise ValueError(
                 f"`overlong_cache_length` ({self.overlong_cache_length}) must lie in (0, `max_completion_length` = "
                 f"{self.max_completion_length}] and belongs to `overlong='soft'` (here {self.overlong!r}): the "

@@ -248,6 +248,7 @@ class UloRLTrainer(GRPOTrainer):
             scorer=self._scorer,
             settings=CollectorSettings(
                 num_generations=self.num_generations,
+                max_completion_length=args.max_completion_length,
                 num_segments=args.num_segments,
                 dynamic_sampling=args.dynamic_sampling,
                 reward_weights=tuple(weights),

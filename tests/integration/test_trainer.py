@@ -160,7 +160,7 @@ def test_several_updates_start_from_the_original_advantages(tmp_path):
 
 
 def test_one_segment_is_truly_on_policy(tmp_path):
-    trainer = make_trainer(tmp_path, num_segments=1, max_steps=3, generation_kwargs={"max_time": 60})
+    trainer = make_trainer(tmp_path, num_segments=1, max_steps=3)
     trainer.train()
     assert history(trainer, "rollout/age_max") == [0, 0, 0]
     assert history(trainer, "importance/on_policy_frac") == [1, 1, 1]

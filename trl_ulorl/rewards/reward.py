@@ -17,11 +17,11 @@ class VerifierReward:
     r"""Reward of 1 for a right final answer, 0 for a wrong one, `None` where that cannot be decided.
 
     Pass an instance to `reward_funcs`. TRL leaves a `None` out of the baseline, so a pair that cannot be decided
-    neither rewards nor punishes; `verifier/undecided_frac` counts them. Without math-verify
+    neither rewards nor punishes; the trainer counts them in `verifier/undecided_frac`. Without math-verify
     (`pip install "trl-ulorl[math]"`) formulas that differ in more than spelling are among them.
     Instances hold no state: they may be pickled, and called from several threads.
 
-    Logged metrics: `verifier/undecided_frac` and, for each stage of the verifier, `verifier/stage_<name>_frac`.
+    Logged metrics: for each stage of the verifier, `verifier/stage_<name>_frac`.
     Logged columns: `verifier_stage` and `extracted_answer`.
 
     Example:
@@ -121,6 +121,5 @@ def _reference_text(reference: Any) -> str:
 
 def _log_fractions(verdicts: Sequence[Verdict], log_metric: Callable[[str, float], None]) -> None:
     """Log every stage each time, also at 0, since TRL averages over the calls that logged a name."""
-    log_metric("verifier/undecided_frac", sum(v.equivalent is None for v in verdicts) / len(verdicts))
     for stage in STAGE_NAMES:
         log_metric(f"verifier/stage_{stage}_frac", sum(v.stage == stage for v in verdicts) / len(verdicts))

@@ -50,6 +50,7 @@ class CollectorSettings:
 
     Args:
         num_generations: Rollouts per prompt, `G`.
+        max_completion_length: Length limit of a rollout.
         num_segments: Segments that a rollout of full length takes.
         dynamic_sampling: Whether groups with equal rewards are left out.
         reward_weights: Weight of each reward function.
@@ -60,6 +61,7 @@ class CollectorSettings:
     """
 
     num_generations: int
+    max_completion_length: int
     num_segments: int
     dynamic_sampling: bool
     reward_weights: tuple[float, ...]
@@ -378,9 +380,19 @@ class ExperienceCollector:
             **ledger_metrics(self.ledger_balance()),
         }
 
+    @property
+    def _fixed_settings(self) -> dict[str, Any]:
+        """What may not change while groups are held."""
+        return {
+            "num_generations": self._settings.num_generations,
+            "max_completion_length": self._settings.max_completion_length,
+            "num_segments == 1": self.schedule.is_on_policy,
+        }
+
     def state_dict(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return this rank's state between two updates as JSON values and arrays."""
         state: dict[str, Any] = {
+            "settings": self._fixed_settings,
             "prompts": self.prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
             "tickets": [[i, t.row_index, t.admitted_version, t.owner] for i, t in self._tickets.items()],
@@ -396,7 +408,18 @@ class ExperienceCollector:
         return state, arrays
 
     def load_state_dict(self, state: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-        """Take up a state that `state_dict` returned on the same rank of equally many."""
+        """Take up a state that `state_dict` returned on the same rank of equally many.
+
+        Raises:
+            ValueError: If a setting that the held groups depend on, or the stream of prompts, has changed.
+        """
+        for name, value in self._fixed_settings.items():
+            if state["settings"][name] != value:
+                raise ValueError(
+                    f"The checkpoint was saved with `{name}` {state['settings'][name]}, but this run has {value}: its "
+                    "groups in progress could not be trained on. Resume with the same value, or start a new run from the "
+                    "checkpoint's model."
+                )
         self.prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
         self._tickets = {i: _Ticket(row, version, owner) for i, row, version, owner in state["tickets"]}

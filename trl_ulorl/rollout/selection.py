@@ -17,9 +17,9 @@ def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index
     A rollout that a reward function failed on, or could not judge though it judged a sibling, loses all its rewards: its
     sum would silently lack a term. A function that gives None to the whole group does not apply to it, as in TRL.
 
-    With `wrong_index`, truncated rollouts count as wrong (section 3.5): no other reward may lift them above a wrong
-    answer, so each of their other weighted rewards is capped at the lowest one of the group's wrong rollouts, or at 0
-    where no complete rollout is wrong.
+    With `wrong_index`, truncated rollouts count as wrong (section 3.5): no reward may lift them above a wrong answer, so
+    each of their weighted rewards is capped at the lowest one of the group's wrong rollouts, or at 0 where no complete
+    rollout is wrong. For {0, 1} rewards their correctness is 0.
 
     Args:
         group: Its rollouts' `rewards` are changed.
@@ -41,7 +41,7 @@ def _cap_truncated(rewards: Float32Array, group: RolloutGroup, weights: Float32A
     is_truncated = np.array([rollout.finish is Finish.LENGTH for rollout in group.rollouts])
     is_wrong = ~is_truncated & (rewards[:, wrong_index] <= 0)
     for index, weight in enumerate(weights):
-        if index == wrong_index or weight == 0:
+        if weight == 0:
             continue
         of_wrong = (rewards[is_wrong, index] * weight)[~np.isnan(rewards[is_wrong, index])]
         cap = float(of_wrong.min()) if of_wrong.size else 0.0
