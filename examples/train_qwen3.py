@@ -34,10 +34,10 @@ import numpy as np
 import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
-from trl import ModelConfig, TrlParser, get_kbit_device_map, get_peft_config, get_quantization_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_ulorl import UloRLConfig, UloRLTrainer, VerifierReward
-from trl_ulorl.data import arithmetic_dataset, embedded_model_path
+from trl_ulorl.data.arithmetic import arithmetic_dataset, embedded_model_path
 from trl_ulorl.evaluation import EvaluationResult, sample_and_score
 from trl_ulorl.plots import read_rollouts, rollout_lengths, save_plots
 from trl_ulorl.progress import RolloutProgress
@@ -127,9 +127,6 @@ def model_init_kwargs(training_args: UloRLConfig, model_args: ModelConfig) -> di
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    quantization_config = get_quantization_config(model_args)
-    if quantization_config is not None:
-        kwargs.update(device_map=get_kbit_device_map(), quantization_config=quantization_config)
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
@@ -157,6 +154,7 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(
             model_name, revision=model_args.model_revision, padding_side="left"
         ),
+        quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
     if not training_args.disable_tqdm:
@@ -173,6 +171,7 @@ def main() -> None:
         finish(trainer, evaluation)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.end()  # the trackers and the process group
 
 
 class HeldOutEvaluation(TrainerCallback):

@@ -49,12 +49,23 @@ class PromptRows:
         return row
 
     def prompts(self, row_indices: list[int]) -> list[Prompt]:
-        """Tokenize the prompts of some rows, each with the completion tokens that fit behind it."""
-        limit, positions = self._max_completion_length, self._model_limit
-        return [
-            Prompt(ids, limit if positions is None else min(limit, positions - len(ids)))
-            for ids in self._tokenize([self[index]["prompt"] for index in row_indices])
-        ]
+        """Tokenize the prompts of some rows, each with the completion tokens that fit behind it.
+
+        Raises:
+            ValueError: If a prompt leaves no room.
+        """
+        prompts = []
+        for index, ids in zip(row_indices, self._tokenize([self[i]["prompt"] for i in row_indices]), strict=True):
+            room = self._max_completion_length
+            if self._model_limit is not None:
+                room = min(room, self._model_limit - len(ids))
+            if room < 1:
+                raise ValueError(
+                    f"The prompt in row {index} has {len(ids)} tokens, but the model has only {self._model_limit} "
+                    "positions, so no completion fits behind it. Filter such prompts out."
+                )
+            prompts.append(Prompt(ids, room))
+        return prompts
 
     def render(self, group: RolloutGroup, rollout: Rollout) -> RewardInput:
         """Decode a finished rollout as TRL will: its reward is needed before TRL sees the batch."""

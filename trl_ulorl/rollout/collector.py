@@ -153,8 +153,13 @@ class ExperienceCollector:
             `groups_per_batch` groups, the same on every rank, in an order that gives ranks equal work.
 
         Raises:
-            RuntimeError: If decoding failed on any rank.
+            RuntimeError: If the rollout failed on any rank, or the last batch is not finished.
         """
+        if self.training:
+            raise RuntimeError(
+                f"A batch of {len(self.training)} groups is still being trained on: call `finish_batch` before the next "
+                "`collect`, or it would be lost."
+            )
         self.report = StepReport()
         while not self._has_batch(version, num_batches_left):
             self._run_round(version, num_batches_left)

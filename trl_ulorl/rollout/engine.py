@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeRequest:
     """One sequence to continue.
 
@@ -22,7 +22,7 @@ class DecodeRequest:
     max_new_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodedSegment:
     """What an engine added to one request.
 

@@ -40,7 +40,7 @@ def _owned(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
     return np.array(values, dtype=dtype, copy=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """One uninterrupted piece of a rollout, sampled by one policy.
 

@@ -27,7 +27,14 @@ def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index
         wrong_index: Index of the correctness function if truncation counts as wrong, else None.
     """
     rewards = group.rewards
-    applies = ~np.isnan(rewards).all(axis=0)
+    judged = rewards
+    if wrong_index is not None:
+        is_truncated = np.array([rollout.finish is Finish.LENGTH for rollout in group.rollouts])
+        if not is_truncated.all():  # a truncated rollout's 0 was not given by the function
+            judged = rewards[~is_truncated]
+            if np.isnan(judged[:, wrong_index]).all():
+                rewards[is_truncated, wrong_index] = np.nan
+    applies = ~np.isnan(judged).all(axis=0)
     is_undecided = np.array([rollout.has_failed_reward for rollout in group.rollouts])
     is_undecided |= (np.isnan(rewards) & applies).any(axis=1)
     rewards[is_undecided] = np.nan
