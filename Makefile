@@ -38,8 +38,9 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
+# One OpenMP thread: so small a model gains little from a second, and loses a lot when another process wants that core.
 demo: install  ## Train the embedded model on the CPU; results in outputs/demo (SEED=42 ENGINE=transformers LONG=1)
-	$(BIN)/python examples/train_qwen3.py --config $(DEMO_CONFIG) --seed $(SEED) --engine $(ENGINE) --output_dir outputs/demo
+	OMP_NUM_THREADS=1 $(BIN)/python examples/train_qwen3.py --config $(DEMO_CONFIG) --seed $(SEED) --engine $(ENGINE) --output_dir outputs/demo
 
 # One OpenMP thread per worker: two processes that share two cores run several times slower with more.
 test: install  ## Run the unit and the slow tests (no GPU needed, under 10 minutes on two cores)
