@@ -4,8 +4,8 @@ r"""Train the embedded model from scratch: the starting point of the CPU demo, w
 
 A policy trained on right workings alone leaves RL nothing but sharpening: greedy decoding is then already about as
 good as RL gets. So the first stage teaches right workings, and the second one mixes in answers that are guessed
-without any working and workings that slip. The result guesses almost half of the time, mostly wrong, and works the rest out,
-mostly right: RL has one decision to learn that pays at once, and slips to unlearn.
+without any working and workings that slip. The result guesses almost half of the time, mostly wrong, and works the
+rest out, mostly right: RL has one decision to learn that pays at once, and slips to unlearn.
 
 Deterministic for a seed on one machine. Takes about four minutes on two cores.
 """

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
+from matplotlib.ticker import MaxNLocator
 
 _MAX_ROLLOUTS = 240  # rows that a timeline can show
 
@@ -139,4 +140,5 @@ def _draw_timeline(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
     axes.add_collection(lines)
     axes.set(xlim=(0, 1.02 * max(bar[1][0] for bar in bars)), ylim=(row, -1))
     axes.set(xlabel="completion tokens", ylabel=f"rollouts, {per_group} per prompt, in order of admission")
-    axes.figure.colorbar(ScalarMappable(colors, "viridis"), ax=axes, label="policy version that sampled the segment")
+    label = "policy version that sampled the segment"
+    axes.figure.colorbar(ScalarMappable(colors, "viridis"), ax=axes, label=label, ticks=MaxNLocator(integer=True))

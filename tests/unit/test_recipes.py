@@ -121,7 +121,7 @@ def test_parser_and_config_accept_it(path, tmp_path):
 
 
 LAUNCHES = {  # distributed type, processes, mixed precision
-    "cpu": ("MULTI_CPU", 2, "no"),
+    "cpu": ("MULTI_GPU", 2, "no"),
     "multi_gpu": ("MULTI_GPU", 8, "bf16"),
     "zero2": ("DEEPSPEED", 8, "bf16"),
     "zero3": ("DEEPSPEED", 8, "bf16"),

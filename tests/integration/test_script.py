@@ -1,0 +1,70 @@
+"""The training script, the way a user starts it: no arguments, own data and reward, resumed, two processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "examples" / "train_qwen3.py")
+SMALL = ["--max_steps", "2", "--eval_problems", "4", "--eval_k", "2", "--per_device_train_batch_size", "16"]
+
+
+def run(*command, cwd=None):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False, cwd=cwd)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_embedded_run_ends_in_figures_plots_and_a_plain_model(tmp_path):
+    folder = tmp_path / "run"
+    output = run(sys.executable, SCRIPT, "--output_dir", str(folder), *SMALL)
+    assert "gain" in output and "Ledger" in output
+    summary = json.loads((folder / "summary.json").read_text())
+    names = {"accuracy_before", "accuracy_after", "standard_error_before", "standard_error_after", "sigma"}
+    assert names | {"entropy_last_third", "train_seconds", "lengths", "ledger"} <= summary.keys()
+    for part, first in (("groups", "admitted"), ("tokens", "generated")):
+        entries = summary["ledger"][part]
+        assert entries[first] == sum(entries.values()) - entries[first] > 0
+    for picture in ("accuracy", "entropy", "masked", "lengths", "timeline"):
+        assert (folder / f"{picture}.png").stat().st_size > 5000
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.num_parameters() < 1e6
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
+
+
+def test_own_rows_own_reward_and_a_resumed_run(tmp_path):
+    rows = [{"problem": f"{i % 9 + 1}+{i // 9 + 1}=", "answer": str(i % 9 + i // 9 + 2)} for i in range(40)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_rewards.py").write_text(
+        "def odd(completions, answer, **kwargs):\n    return [float(len(c[0]['content']) % 2) for c in completions]\n"
+    )
+    folder = tmp_path / "run"
+    common = [sys.executable, SCRIPT, "--output_dir", str(folder), "--dataset_name", "mine.jsonl"]
+    common += ["--reward", "my_rewards:odd", "--per_device_train_batch_size", "16", "--save_strategy", "steps"]
+    common += ["--save_steps", "1", "--eval_problems", "0"]
+    run(*common, "--max_steps", "2", cwd=tmp_path)
+    whole = load_file(folder / "model.safetensors")
+    (folder / "checkpoint-2" / "trainer_state.json").unlink()  # so that the newest whole checkpoint is the first
+    run(*common, "--max_steps", "2", "--resume_from_checkpoint", str(folder / "checkpoint-1"), cwd=tmp_path)
+    resumed = load_file(folder / "model.safetensors")
+    assert all((whole[name] == resumed[name]).all() for name in whole)
+    run(*common, "--max_steps", "3", "--resume_from_checkpoint", "True", cwd=tmp_path)
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+
+
+def test_accelerate_launch_on_two_processes(tmp_path):
+    folder = tmp_path / "run"
+    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file"]
+    launcher += [str(ROOT / "examples" / "accelerate_configs" / "cpu.yaml"), "--num_processes", "2"]
+    run(*launcher, SCRIPT, "--output_dir", str(folder), *SMALL)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ledger"]["groups"]["trained"] == 2 * 4
