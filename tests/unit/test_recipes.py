@@ -137,7 +137,7 @@ def test_each_launch_file_is_known():
 def test_accelerate_loads_it(name):
     config = load_config_from_file(str(EXAMPLES / "accelerate_configs" / f"{name}.yaml"))
     assert (config.distributed_type, config.num_processes, config.mixed_precision) == LAUNCHES[name]
-    assert config.use_cpu == (name == "cpu")
+    assert not config.use_cpu  # accelerate would start one process only
 
 
 def test_zero_stages_and_fsdp_version():
