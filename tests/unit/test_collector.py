@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from trl_ulorl.rollout.collector import MAX_REFILL_ROUNDS, CollectorSettings, ExperienceCollector, Prompt
 from trl_ulorl.rollout.engine import DecodedSegment
-from trl_ulorl.rollout.pool import Finish, Outcome, pack_groups
+from trl_ulorl.rollout.packing import pack_groups
+from trl_ulorl.rollout.pool import Finish, Outcome
 from trl_ulorl.rollout.prompts import PromptStream
 from trl_ulorl.rollout.schedule import SegmentSchedule
 from trl_ulorl.rollout.scoring import RewardInput, RewardScorer, RewardSource

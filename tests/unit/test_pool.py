@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from trl_ulorl.rollout.packing import pack_groups, unpack_groups
 from trl_ulorl.rollout.pool import (
     LENGTH_BINS,
     ExperiencePool,
@@ -22,8 +23,6 @@ from trl_ulorl.rollout.pool import (
     RolloutGroup,
     Segment,
     UnfinishedPool,
-    pack_groups,
-    unpack_groups,
 )
 
 fuzz = settings(deadline=None, derandomize=True, max_examples=60)

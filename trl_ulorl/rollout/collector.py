@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .engine import DecodeRequest, SegmentEngine
+from .packing import PACKED_ARRAYS, pack_groups, unpack_groups
 from .pool import (
-    PACKED_ARRAYS,
     ExperiencePool,
     Finish,
     Ledger,
@@ -30,8 +30,6 @@ from .pool import (
     RolloutGroup,
     Segment,
     UnfinishedPool,
-    pack_groups,
-    unpack_groups,
 )
 from .prompts import PromptStream
 from .report import StepReport, batch_metrics, completed_metrics, ledger_metrics, step_metrics

@@ -8,7 +8,7 @@ and a float32 log-probability).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -118,12 +118,12 @@ class Rollout:
     @property
     def completion_ids(self) -> Int32Array:
         """All ids so far, shape `(T,)`."""
-        return _join([segment.token_ids for segment in self.segments], np.int32)
+        return joined([segment.token_ids for segment in self.segments], np.int32)
 
     @property
     def sampling_per_token_logps(self) -> Float32Array:
         """Log-probability in nats of each token under the policy that sampled it, shape `(T,)`."""
-        return _join([segment.per_token_logps for segment in self.segments], np.float32)
+        return joined([segment.per_token_logps for segment in self.segments], np.float32)
 
     @property
     def policy_versions(self) -> Int32Array:
@@ -132,7 +132,8 @@ class Rollout:
         return np.repeat(np.array([s.policy_version for s in self.segments], dtype=np.int32), lengths)
 
 
-def _join(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+def joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """Concatenate; nothing gives an empty array of that type."""
     return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
 
 
@@ -323,75 +324,3 @@ class Ledger:
         self.groups = dict(state["groups"])
         self.tokens = dict(state["tokens"])
         self.lengths = {name: list(counts) for name, counts in state["lengths"].items()}
-
-
-PACKED_ARRAYS = ("prompt_ids", "token_ids", "per_token_logps")
-
-
-def pack_groups(groups: Iterable[RolloutGroup]) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
-    """Turn groups into JSON values and three flat arrays, for a checkpoint or for another rank.
-
-    Returns:
-        The groups' records, and `prompt_ids` (int32), `token_ids` (int32) and `per_token_logps` (float32), each the
-        concatenation over groups, rollouts and segments in order.
-    """
-    groups = list(groups)
-    segments = [s for group in groups for rollout in group.rollouts for s in rollout.segments]
-    arrays = {
-        "prompt_ids": _join([group.prompt_ids for group in groups], np.int32),
-        "token_ids": _join([s.token_ids for s in segments], np.int32),
-        "per_token_logps": _join([s.per_token_logps for s in segments], np.float32),
-    }
-    records = [
-        {
-            "group_id": group.group_id,
-            "row_index": group.row_index,
-            "prompt_length": int(group.prompt_ids.size),
-            "max_length": group.max_length,
-            "admitted_version": group.admitted_version,
-            "rollouts": [_pack_rollout(rollout) for rollout in group.rollouts],
-        }
-        for group in groups
-    ]
-    return records, arrays
-
-
-def _pack_rollout(rollout: Rollout) -> dict[str, Any]:
-    rewards = rollout.rewards
-    return {
-        "segments": [[len(s), s.policy_version] for s in rollout.segments],
-        "finish": rollout.finish,
-        "rewards": None if rewards is None else [None if np.isnan(x) else float(x) for x in rewards],
-        "has_failed_reward": rollout.has_failed_reward,
-        "logs": rollout.logs,
-        "metrics": rollout.metrics,
-    }
-
-
-def unpack_groups(records: list[dict[str, Any]], arrays: dict[str, NDArray[Any]]) -> list[RolloutGroup]:
-    """Undo `pack_groups`."""
-    groups, prompt_start, start = [], 0, 0
-    for record in records:
-        prompt_stop = prompt_start + record["prompt_length"]
-        group = RolloutGroup.start(
-            group_id=record["group_id"],
-            row_index=record["row_index"],
-            prompt_ids=arrays["prompt_ids"][prompt_start:prompt_stop],
-            max_length=record["max_length"],
-            admitted_version=record["admitted_version"],
-            num_generations=len(record["rollouts"]),
-        )
-        prompt_start = prompt_stop
-        for rollout, saved in zip(group.rollouts, record["rollouts"], strict=True):
-            for length, version in saved["segments"]:
-                stop = start + length
-                tokens, logps = arrays["token_ids"][start:stop], arrays["per_token_logps"][start:stop]
-                rollout.extend(Segment.from_values(tokens, logps, version), None)
-                start = stop
-            rollout.finish = None if saved["finish"] is None else Finish(saved["finish"])
-            if saved["rewards"] is not None:
-                rollout.rewards = np.array([np.nan if x is None else x for x in saved["rewards"]], dtype=np.float32)
-            rollout.has_failed_reward = saved["has_failed_reward"]
-            rollout.logs, rollout.metrics = saved["logs"], saved["metrics"]
-        groups.append(group)
-    return groups
