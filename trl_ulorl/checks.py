@@ -62,6 +62,11 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def is_reward_model(func: Any) -> bool:
+    """Whether TRL scores with it at batch time: a reward model, or the name of one."""
+    return isinstance(func, (str, nn.Module))
+
+
 def check_reward_funcs(reward_funcs: list[Any], args: UloRLConfig) -> int:
     """Return the index of the correctness function among the reward functions that are no models.
 
@@ -71,7 +76,7 @@ def check_reward_funcs(reward_funcs: list[Any], args: UloRLConfig) -> int:
     """
     if not reward_funcs:
         raise ValueError("`reward_funcs` is empty: pass at least one, for instance `VerifierReward()`.")
-    is_model = [isinstance(func, (str, nn.Module)) for func in reward_funcs]
+    is_model = [is_reward_model(func) for func in reward_funcs]
     for func, skip in zip(reward_funcs, is_model, strict=True):
         if not (skip or callable(func)):
             raise TypeError(

@@ -36,6 +36,15 @@ _SAMPLING_KWARGS = (
     "epsilon_cutoff",
     "eta_cutoff",
 )
+# What changes neither lengths nor distributions.
+_ALLOWED_GENERATION_KWARGS = (
+    "do_sample",
+    "use_cache",
+    "cache_implementation",
+    "cache_config",
+    "prefill_chunk_size",
+    "disable_compile",
+)
 _LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -135,6 +144,12 @@ class UloRLConfig(GRPOConfig):
     segment_length: int | None = field(
         default=None,
         metadata={"help": "Most new tokens of a rollout per round. None: ceil(max_completion_length / num_segments)."},
+    )
+    decode_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rollouts that decode together on a device; bounds its key-value cache. None: its batch share."
+        },
     )
     rollout_schedule: str = field(
         default="segment",
@@ -264,6 +279,7 @@ class UloRLConfig(GRPOConfig):
             "max_inflight_groups": 1,
             "max_staleness": 0,
             "overlong_cache_length": 1,
+            "decode_batch_size": 1,
         }.items():
             value = getattr(self, name)
             may_be_unset = type(self).__dataclass_fields__[name].default is None
@@ -385,6 +401,12 @@ class UloRLConfig(GRPOConfig):
                 f"`generation_kwargs` holds {sampling}, which would change sampling behind the log-probabilities that "
                 "tokens are recorded with. Use the configuration's own fields of these names; typical and cut-off "
                 "sampling are not supported."
+            )
+        unknown = sorted(given_kwargs - set(_ALLOWED_GENERATION_KWARGS) - {*reserved, *sampling})
+        if unknown:
+            raise ValueError(
+                f"`generation_kwargs` holds {unknown}, which might act on every segment or on the distribution that tokens are "
+                f"sampled from. Remove them; allowed are {', '.join(_ALLOWED_GENERATION_KWARGS)}."
             )
         if self.top_k in (-1, None):
             self.top_k = 0  # the paper's and vLLM's spelling of off

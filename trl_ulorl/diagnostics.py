@@ -78,6 +78,10 @@ class UpdateSums:
         sums = torch.cat(parts)
         self._sums = sums if self._sums is None else self._sums + sums
 
+    def reset(self) -> None:
+        """Forget an update that was not finished."""
+        self._sums = None
+
     def take(self) -> Tensor:
         """Return the sums of the update and start the next one; reduce them over ranks by addition."""
         if self._sums is None:

@@ -27,6 +27,10 @@ class RolloutLog:
         self._is_enabled = is_enabled
         self._is_begun = False
 
+    def restart(self) -> None:
+        """Let the next line start a new file."""
+        self._is_begun = False
+
     def write(self, group: RolloutGroup, outcome: Outcome, version: int) -> None:
         """Write a group's line."""
         if not self._is_enabled:
@@ -46,12 +50,12 @@ class RolloutLog:
     @property
     def num_bytes(self) -> int:
         """Bytes written so far."""
-        return self._path.stat().st_size if self._is_begun else 0
+        return self._path.stat().st_size if self._is_begun and self._path.exists() else 0
 
     def go_back_to(self, num_bytes: int) -> None:
         """Cut off what was written after a checkpoint: those groups will come again."""
-        self._is_begun = True
         if self._is_enabled and self._path.exists():
+            self._is_begun = True
             os.truncate(self._path, min(num_bytes, self._path.stat().st_size))
 
 

@@ -39,7 +39,7 @@ class ReplayedReward:
         self._handed_over = handed_over
         self._scorer = scorer
 
-    def __call__(self, **kwargs: Any) -> Any:
+    def __call__(self, /, **kwargs: Any) -> Any:
         """Return one reward per completion, in TRL's calling form."""
         rollouts = self._handed_over()
         if rollouts is not None:
@@ -72,7 +72,7 @@ def replay_logs(
         log_extra(column, [rollout.logs.get(column) for rollout in rollouts])
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
-        for name, value in rollout.metrics.items():
-            values[name].append(value)
+        for name, logged in rollout.metrics.items():
+            values[name].extend(logged)
     for name in sorted(values):
         log_metric(name, float(np.mean(values[name])))

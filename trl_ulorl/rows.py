@@ -56,9 +56,7 @@ class PromptRows:
         """
         prompts = []
         for index, ids in zip(row_indices, self._tokenize([self[i]["prompt"] for i in row_indices]), strict=True):
-            room = self._max_completion_length
-            if self._model_limit is not None:
-                room = min(room, self._model_limit - len(ids))
+            room = self.room(len(ids))
             if room < 1:
                 raise ValueError(
                     f"The prompt in row {index} has {len(ids)} tokens, but the model has only {self._model_limit} "
@@ -67,15 +65,20 @@ class PromptRows:
             prompts.append(Prompt(ids, room))
         return prompts
 
+    def room(self, prompt_length: int) -> int:
+        """Return the most completion tokens that fit behind a prompt."""
+        limit, positions = self._max_completion_length, self._model_limit
+        return limit if positions is None else min(limit, positions - prompt_length)
+
     def render(self, group: RolloutGroup, rollout: Rollout) -> RewardInput:
         """Decode a finished rollout as TRL will: its reward is needed before TRL sees the batch."""
-        row, ids = self[group.row_index], rollout.completion_ids.tolist()
+        row, ids = self[group.row_index], rollout.completion_ids
+        is_chat = is_conversational({"prompt": row["prompt"]})
         completion: Any
-        if is_conversational({"prompt": row["prompt"]}) and self.has_response_format:
-            completion = [parse_response(self._tokenizer, ids, prefix=group.prompt_ids.tolist(), tools=[])]
+        if is_chat and self.has_response_format:
+            completion = [parse_response(self._tokenizer, ids.tolist(), prefix=group.prompt_ids.tolist(), tools=[])]
         else:
-            (text,) = self._tokenizer.batch_decode([ids], skip_special_tokens=True)
-            is_chat = is_conversational({"prompt": row["prompt"]})
+            (text,) = self._tokenizer.batch_decode([ids.tolist()], skip_special_tokens=True)
             completion = [{"role": "assistant", "content": text}] if is_chat else text
         columns = {name: value for name, value in row.items() if name not in _ROLLOUT_COLUMNS}
         return RewardInput(rollout, row["prompt"], completion, ids, columns)

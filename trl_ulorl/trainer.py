@@ -14,6 +14,7 @@ Every parent method is wrapped, none is copied. The seams, each guarded by a con
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,14 @@ from trl.models import unwrap_model_for_generation
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import get_callable_name, get_config_model_id
 
-from .checks import check_model_limit, check_reward_funcs, check_tokenizer, check_training_set, check_unsupported
+from .checks import (
+    check_model_limit,
+    check_reward_funcs,
+    check_tokenizer,
+    check_training_set,
+    check_unsupported,
+    is_reward_model,
+)
 from .config import DMMPTsConfig, UloRLConfig
 from .diagnostics import Alarms, UpdateSums, masked_advantages
 from .records import RolloutLog
@@ -146,11 +154,13 @@ class UloRLTrainer(GRPOTrainer):
         check_training_set(train_dataset, reward_list, args)
         self._handover: _HandOver | None = None
         self._tap: _LossTap | None = None
+        this = weakref.ref(self)  # the scorer's thread must not keep a trainer that is no longer used
         self._scorer = RewardScorer(
-            [RewardSource(get_callable_name(f), f) for f in reward_list if not _is_reward_model(f)],
-            get_trainer_state=lambda: self.state,
+            [RewardSource(get_callable_name(f), f) for f in reward_list if not is_reward_model(f)],
+            get_trainer_state=lambda: getattr(this(), "state", None),
             truncated_is_wrong=correctness_index if args.overlong == "wrong" else None,
         )
+        weakref.finalize(self, self._scorer.close)
         super().__init__(
             model,
             self._replayed(reward_list),
@@ -180,7 +190,9 @@ class UloRLTrainer(GRPOTrainer):
             self._add_soft_punishment()
         elif args.overlong == "mask":
             self.mask_truncated_completions = True
-        self._collector = self._build_collector(correctness_index)
+        self._collector = self._build_collector(correctness_index, self._build_engine())
+        self._correctness_index = correctness_index
+        self._has_begun = False
         self._dmmpts = cast(DMMPTsConfig | None, args.dmmpts)  # what it is once the configuration is checked
         self._update_sums = UpdateSums(
             self._dmmpts,
@@ -201,7 +213,7 @@ class UloRLTrainer(GRPOTrainer):
         indices = iter(range(len(reward_funcs)))
         return [
             func
-            if _is_reward_model(func)
+            if is_reward_model(func)
             else ReplayedReward(
                 RewardSource(get_callable_name(func), func), next(indices), self._rollouts_handed_over, self._scorer
             )
@@ -225,13 +237,13 @@ class UloRLTrainer(GRPOTrainer):
         self.reward_processing_classes.append(None)
         self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
-    def _build_collector(self, correctness_index: int) -> ExperienceCollector:
+    def _build_collector(self, correctness_index: int, engine: SegmentEngine) -> ExperienceCollector:
         args = self.args
-        is_model = [isinstance(func, nn.Module) for func in self.reward_funcs]
+        is_model = [is_reward_model(func) for func in self.reward_funcs]
         weights = [w for w, skip in zip(self.reward_weights.tolist(), is_model, strict=True) if not skip]
         assert args.segment_length is not None and args.max_inflight_groups is not None
         return ExperienceCollector(
-            engine=self._build_engine(),
+            engine=engine,
             schedule=SegmentSchedule(
                 groups_per_batch=args.groups_per_batch,
                 segment_length=args.segment_length,
@@ -255,6 +267,8 @@ class UloRLTrainer(GRPOTrainer):
                 scored_at_batch_time=any(is_model),
                 correctness_index=correctness_index,
                 truncated_is_wrong=args.overlong == "wrong",
+                truncated_is_masked=args.overlong == "mask",
+                normalizes_per_function=args.multi_objective_aggregation == "normalize_then_sum",
             ),
             tokenize=self._rows.prompts,
             render=self._rows.render,
@@ -270,7 +284,8 @@ class UloRLTrainer(GRPOTrainer):
             generation_config=self.generation_config,
             eos_token_ids=self.eos_token_ids,
             pad_token_id=self._tokenizer.pad_token_id,
-            max_batch_size=self.args.per_device_train_batch_size * self.args.steps_per_generation,
+            max_batch_size=self.args.decode_batch_size
+            or self.args.per_device_train_batch_size * self.args.steps_per_generation,
         )
 
     @contextmanager
@@ -385,6 +400,16 @@ class UloRLTrainer(GRPOTrainer):
             self._collector.ledger_balance()
         return loss
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the parent does; a further call starts a new rollout, or takes up that of a checkpoint."""
+        if self._has_begun:  # steps count from 0 again, so groups of the last run would have no age
+            self._collector = self._build_collector(self._correctness_index, self._collector.engine)
+            self._update_sums.reset()
+            self._log_file.restart()
+            self._step, self._buffered_inputs = 0, None
+        self._has_begun = True
+        return super().train(*args, **kwargs)
+
     # ---------------------------------------------------------------------------------------------- state of the rollout
 
     def _num_batches_left(self) -> int | None:
@@ -450,13 +475,11 @@ class UloRLTrainer(GRPOTrainer):
     def _log_metrics(self, version: int) -> None:
         metrics = self._collector.metrics(version)
         for name, value in metrics.items():
-            if name.startswith("ledger/"):  # totals so far: the last one counts, not the mean over logged steps
+            if name.startswith("ledger/") or name in _TOTALS:  # the last one counts, not the mean over logged steps
                 self._metrics["train"][name] = [value]
             else:
                 self._metrics["train"][name].append(value)
         self._alarms.check({**self._update_metrics, **metrics})
 
 
-def _is_reward_model(func: Any) -> bool:
-    """Whether the parent scores with it at batch time: a reward model, or the name of one."""
-    return isinstance(func, (str, nn.Module))
+_TOTALS = ("verifier/failed", "rollout/epoch")

@@ -31,6 +31,15 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, overrides):
     assert (tmp_path / "run" / "rollouts.jsonl").read_text() == log
 
 
+def test_resume_without_a_rollout_log(tmp_path):
+    settings = {"num_segments": 4, "max_steps": 3, "save_strategy": "steps", "save_steps": 1, "log_rollouts": False}
+    make_trainer(tmp_path, **settings).train()
+    resumed = make_trainer(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert resumed.state.global_step == 3
+    assert not (tmp_path / "run" / "rollouts.jsonl").exists()
+
+
 def test_state_is_json_and_safetensors_only(tmp_path):
     make_trainer(tmp_path, num_segments=4, max_steps=1, save_strategy="steps", save_steps=1).train()
     names = {path.name for path in (tmp_path / "run" / "checkpoint-1" / "rollout").iterdir()}

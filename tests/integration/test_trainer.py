@@ -1,8 +1,10 @@
 """The trainer on real steps: importance modes, DMMPTs, rewards, selection, the end of a run."""
 
 import asyncio
+import gc
 import inspect
 import json
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -373,6 +375,98 @@ def test_rollout_log_tells_where_every_closed_group_went(tmp_path):
         lengths = [length for r in mine for rollout in r["rollouts"] for _, length in rollout["segments"]]
         assert sum(lengths) == tokens[outcome]
     assert len({record["group"] for record in records}) == len(records)
+
+
+def test_training_again_starts_a_new_rollout(tmp_path):
+    trainer = make_trainer(tmp_path, num_segments=4, max_steps=3)
+    trainer.train()
+    assert trainer.ledger()["groups"]["unfinished"] > 0
+    trainer.train()
+    assert trainer.ledger()["groups"]["trained"] == 6
+    assert min(history(trainer, "rollout/age_max")) >= 0
+
+
+@pytest.mark.parametrize("part", ["engine", "loss"])
+def test_training_again_after_a_failure(tmp_path, monkeypatch, part):
+    trainer = make_trainer(tmp_path, num_segments=4, max_steps=3, gradient_accumulation_steps=2)
+    with monkeypatch.context() as broken:
+        if part == "engine":
+            broken.setattr(trainer._collector.engine, "decode", lambda requests: iter([None]))
+        else:
+            broken.setattr(GRPOTrainer, "_compute_loss", lambda *args: 1 / 0)
+        with pytest.raises((AttributeError, ZeroDivisionError)):
+            trainer.train()
+    trainer.train()
+    assert trainer.ledger()["groups"]["trained"] == 3 * 4
+
+
+def test_a_trainer_that_is_no_longer_used_is_freed(tmp_path):
+    trainer = make_trainer(tmp_path, num_segments=2, max_steps=1)
+    trainer.train()
+    thread, this = trainer._scorer._thread, weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    thread.join(timeout=10)
+    assert this() is None and not thread.is_alive()
+
+
+def test_the_models_own_generation_config_does_not_restrict_sampling(tmp_path):
+    model = make_model()
+    model.generation_config.min_p = 0.9
+    model.generation_config.forced_eos_token_id = EOS
+    trainer = make_trainer(tmp_path, model=model)
+    requests = [DecodeRequest(np.array([4, 5], dtype=np.int32), 2) for _ in range(64)]
+    decoded = list(trainer.rollout_engine.decode(requests))
+    assert len({int(segment.token_ids[0]) for segment in decoded}) > 5
+    assert not all(segment.is_stopped for segment in decoded)
+    assert model.generation_config.min_p == 0.9
+
+
+def test_decode_batch_size_bounds_the_rows_of_a_call(tmp_path):
+    trainer = make_trainer(tmp_path, decode_batch_size=3)
+    rows, generate = [], trainer.model.generate
+    trainer.model.generate = lambda **kwargs: rows.append(len(kwargs["input_ids"])) or generate(**kwargs)
+    requests = [DecodeRequest(np.array(prompt, dtype=np.int32), 2) for prompt in PROMPTS]
+    assert len(list(trainer.rollout_engine.decode(requests))) == len(PROMPTS)
+    assert rows == [3, 3, 2]
+
+
+def test_logged_values_of_several_functions_and_calls_are_averaged(tmp_path):
+    def first(completions, log_metric, log_extra, **kwargs):
+        log_metric("m", 1)
+        log_metric("m", 3)
+        log_extra("odd", [np.float32(0.5)] * len(completions))
+        return length_reward(completions)
+
+    def second(completions, log_metric, **kwargs):
+        log_metric("m", 5)
+        return [0.0] * len(completions)
+
+    trainer = make_trainer(tmp_path, [first, second], engine=PreparedEngine(12), max_steps=1)
+    trainer.train()
+    assert history(trainer, "m") == [3.0]
+    assert set(map(type, trainer._logs["extra"]["odd"])) == {float}
+
+
+def test_groups_that_differ_only_in_masked_rollouts_are_filtered(tmp_path):
+    def truncated_is_better(completion_ids, **kwargs):
+        return [float(ids[-1] != EOS) for ids in completion_ids]
+
+    trainer = make_trainer(
+        tmp_path,
+        truncated_is_better,
+        engine=PreparedEngine(40),
+        overlong="mask",
+        max_completion_length=16,
+        max_steps=2,
+    )
+    seen = record_batches(trainer)
+    trainer.train()
+    filled = history(trainer, "rollout/filled_groups")
+    for batch, num_filled in zip(seen, filled, strict=True):
+        if not num_filled:
+            kept = batch["inputs"]["completion_mask"].any(1)
+            assert batch["inputs"]["advantages"][kept].abs().max() > 0
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"])

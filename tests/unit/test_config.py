@@ -14,6 +14,7 @@ from trl import GRPOConfig, TrlParser
 from trl_ulorl import DMMPTsConfig, UloRLConfig
 
 ADDED = {
+    "decode_batch_size",
     "num_segments",
     "segment_length",
     "rollout_schedule",
@@ -75,6 +76,7 @@ def test_defaults(tmp_path):
         "vllm_importance_sampling_correction": False,
         "num_segments": 8,
         "segment_length": 64,  # GRPO's default of 512 tokens in eight segments
+        "decode_batch_size": None,
         "rollout_schedule": "segment",
         "rollout_slots": None,
         "max_inflight_groups": 8,  # eight batches of one group
@@ -495,6 +497,11 @@ REFUSALS = {
         {"generation_kwargs": {"temperature": 0.3}},
         ["`generation_kwargs` holds ['temperature']", "Use the configuration's own fields"],
     ),
+    "forced end behind the engine": (
+        {"generation_kwargs": {"forced_eos_token_id": 5}},
+        ["`generation_kwargs` holds ['forced_eos_token_id']", "allowed are do_sample"],
+    ),
+    "no row": ({"decode_batch_size": 0}, ["`decode_batch_size` (0)", "at least 1, or left out"]),
     "schedule": ({"rollout_schedule": "async"}, ["`rollout_schedule` ('async')", "one of 'segment', 'continuous'"]),
 }
 

@@ -301,8 +301,8 @@ def test_logs_stay_with_their_rollouts():
         {"text": "CD", "reverse": "dc"},
         {"text": "EF", "reverse": "fe"},
     ]
-    assert [item.rollout.metrics for item in items] == [{"calls": n, "other": 7.0} for n in (2.0, 2.0, 1.0)]
-    assert all(type(value) is float for item in items for value in item.rollout.metrics.values())
+    assert [item.rollout.metrics for item in items] == [{"calls": [n], "other": [7.0]} for n in (2.0, 2.0, 1.0)]
+    assert all(type(value) is float for item in items for values in item.rollout.metrics.values() for value in values)
 
 
 def test_logs_of_a_failed_call_are_dropped():
@@ -314,7 +314,7 @@ def test_logs_of_a_failed_call_are_dropped():
     items = make_items("axbc")
     score(items, reward)
     assert [item.rollout.logs.get("text") for item in items] == ["a", None, "b", "c"]
-    assert [item.rollout.metrics for item in items] == [{"calls": 1.0}, {}, {"calls": 1.0}, {"calls": 1.0}]
+    assert [item.rollout.metrics for item in items] == [{"calls": [1.0]}, {}, {"calls": [1.0]}, {"calls": [1.0]}]
 
 
 def test_log_extra_with_a_wrong_number_of_values_is_a_failure():

@@ -196,3 +196,19 @@ def test_a_function_that_does_not_apply_stays_so_beside_a_truncated_rollout():
     """The 0 of a truncated rollout was not given by the function, which left the whole group undecided."""
     table = settle([[NAN, 1], [NAN, 0], [0, 0.5]], truncated={2}, wrong_index=0)
     assert_table(table, [[NAN, 1], [NAN, 0], [NAN, 0]])
+
+
+def test_functions_that_are_normalised_one_by_one_differ_one_by_one():
+    """Their weighted sums are equal, the sums of their normalised values are not."""
+    group = make_group([[1, 0], [0, 10], [1, 0]])
+    weights = (1.0, 0.1)
+    assert not is_mixed(group, weights=weights)
+    assert is_mixed(group, weights=weights, is_per_function=True)
+    assert not is_mixed(make_group([[1, 2], [1, 2]]), weights=weights, is_per_function=True)
+
+
+def test_masked_rollouts_alone_make_no_gradient():
+    rows = [[1], [1], [0]]
+    assert is_mixed(make_group(rows, truncated={2}), weights=(1.0,), is_truncated_masked=True)  # the rest is above 2/3
+    assert not is_mixed(make_group(rows, truncated={0, 1, 2}), weights=(1.0,), is_truncated_masked=True)
+    assert not is_mixed(make_group([[1], [0], [0.5]], truncated={0, 1}), weights=(1.0,), is_truncated_masked=True)

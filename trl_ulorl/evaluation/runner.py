@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -76,7 +77,7 @@ def sample_and_score(
     mine = problems.select(range(accelerator.process_index, len(problems), accelerator.num_processes))
     prompt_ids = trainer._tokenize_prompts(list(mine["prompt"]))[0] if len(mine) else []
     requests = [
-        DecodeRequest(np.asarray(ids, dtype=np.int32), trainer.max_completion_length)
+        DecodeRequest(np.asarray(ids, dtype=np.int32), trainer._rows.room(len(ids)))
         for ids in prompt_ids
         for _ in range(k)
     ]
@@ -105,4 +106,4 @@ def _score(reward: Callable[..., list[float | None]], row: dict[str, Any], text:
     completion = [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
     columns = {key: [value] for key, value in row.items() if key != "prompt"}
     (score,) = reward(prompts=[row["prompt"]], completions=[completion], **columns)
-    return float(score or 0.0)
+    return 0.0 if score is None or math.isnan(score) else float(score)

@@ -56,6 +56,8 @@ class CollectorSettings:
             be decided on them here.
         correctness_index: The reward function whose mean is the accuracy.
         truncated_is_wrong: Whether truncation counts as wrong.
+        truncated_is_masked: Whether truncated rollouts are left out of the loss.
+        normalizes_per_function: Whether rewards are normalised per function before they are summed.
     """
 
     num_generations: int
@@ -66,6 +68,8 @@ class CollectorSettings:
     scored_at_batch_time: bool
     correctness_index: int
     truncated_is_wrong: bool
+    truncated_is_masked: bool = False
+    normalizes_per_function: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +219,7 @@ class ExperienceCollector:
             failure, payload["error"] = error, f"{type(error).__name__}: {error}"
         else:
             complete = self.unfinished.pop_complete()
-            payload["records"], payload["arrays"] = pack_groups(complete)
+            payload["packed"] = pack_groups(complete) if self._num_ranks > 1 else None
             payload["open"] = len(self.unfinished.open_rollouts())
             payload["unfinished_tokens"] = self.unfinished.num_tokens
             payload["failed_rewards"] = self.scorer.num_failures.total()
@@ -227,7 +231,9 @@ class ExperienceCollector:
         for rank, other in enumerate(payloads):
             if other["error"] is not None:
                 raise RuntimeError(f"The rollout failed on rank {rank} ({other['error']}): see that rank's traceback.")
-        self._receive(payloads, version)
+        if self._num_ranks > 1:
+            complete = [group for other in payloads for group in unpack_groups(*other["packed"])]
+        self._receive(payloads, complete, version)
         self.report.num_rounds += 1
 
     def _admit(self, version: int, num_batches_left: int | None) -> None:
@@ -297,7 +303,7 @@ class ExperienceCollector:
 
     # ------------------------------------------------------------------------------------------- sorting what is done
 
-    def _receive(self, payloads: list[dict[str, Any]], version: int) -> None:
+    def _receive(self, payloads: list[dict[str, Any]], complete: list[RolloutGroup], version: int) -> None:
         self._open_by_rank = [payload["open"] for payload in payloads]
         self._unfinished_tokens = sum(payload["unfinished_tokens"] for payload in payloads)
         self.num_failed_rewards = sum(payload["failed_rewards"] for payload in payloads)
@@ -307,7 +313,6 @@ class ExperienceCollector:
         # Ranks wait for the slowest one, so the longest new segment anywhere is what every slot stood open for.
         longest = max(payload["longest"] for payload in payloads)
         self.report.slot_tokens += longest * sum(payload["num_decoding"] for payload in payloads)
-        complete = [group for payload in payloads for group in unpack_groups(payload["records"], payload["arrays"])]
         for group in sorted(complete, key=lambda group: group.group_id):
             del self._tickets[group.group_id]
             self._sort(group)
@@ -327,7 +332,12 @@ class ExperienceCollector:
             self.ready.add(group)
         elif not has_baseline(group):
             self.report.fillers.append((group, Outcome.SET_ASIDE))
-        elif settings.dynamic_sampling and not is_mixed(group, weights=settings.reward_weights):
+        elif settings.dynamic_sampling and not is_mixed(
+            group,
+            weights=settings.reward_weights,
+            is_truncated_masked=settings.truncated_is_masked,
+            is_per_function=settings.normalizes_per_function,
+        ):
             self.report.fillers.append((group, Outcome.FILTERED))
         else:
             self.ready.add(group)

@@ -96,7 +96,7 @@ class Rollout:
     rewards: Float32Array | None = None
     has_failed_reward: bool = False
     logs: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
     num_tokens: int = 0
 
     @property
@@ -185,8 +185,10 @@ class RolloutGroup:
     @property
     def rewards(self) -> Float32Array:
         """Rewards of the scored group, shape `(G, number of reward functions)`."""
-        rows = [rollout.rewards for rollout in self.rollouts]
-        return np.stack([row for row in rows if row is not None])
+        rows = [rollout.rewards for rollout in self.rollouts if rollout.rewards is not None]
+        if len(rows) != len(self.rollouts):
+            raise ValueError(f"Group {self.group_id} is not scored yet: rewards are there once all its rollouts are.")
+        return np.stack(rows)
 
 
 class UnfinishedPool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 import math
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from .pool import Finish, Rollout
+from .pool import Finish, Int32Array, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +45,14 @@ class RewardInput:
         rollout: Receives the rewards.
         prompt: The row's prompt, a string or messages.
         completion: The decoded completion, a string or messages.
-        completion_ids: Its token ids.
+        completion_ids: Its token ids, an array while it waits: a list of ints takes ten times the memory.
         columns: The row's other columns.
     """
 
     rollout: Rollout
     prompt: Any
     completion: Any
-    completion_ids: list[int]
+    completion_ids: Int32Array
     columns: dict[str, Any]
 
 
@@ -60,7 +61,7 @@ class _Score:
     value: float = math.nan
     has_failed: bool = False
     logs: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
 
 
 class RewardScorer:
@@ -112,9 +113,17 @@ class RewardScorer:
         """Run a coroutine on the event loop of the reward functions and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
+    def close(self) -> None:
+        """End the thread; what is under way is given up."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve_forever())
+        task = self._loop.create_task(self._serve_forever())
+        self._loop.run_forever()  # until `close`
+        task.cancel()
+        self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+        self._loop.close()
 
     async def _serve_forever(self) -> None:
         while True:  # a call for each turn, so that no scored completion is held while waiting for the next
@@ -141,7 +150,8 @@ class RewardScorer:
             item.rollout.has_failed_reward = any(score.has_failed for score in scores)
             for score in scores:
                 item.rollout.logs.update(score.logs)
-                item.rollout.metrics.update(score.metrics)
+                for name, values in score.metrics.items():
+                    item.rollout.metrics.setdefault(name, []).extend(values)
 
     async def _score_with(self, index: int, items: list[RewardInput]) -> list[_Score]:
         source = self._sources[index]
@@ -169,16 +179,16 @@ class RewardScorer:
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             for score, value in zip(scores, values, strict=True):
-                score.logs[column] = value
+                score.logs[column] = _plain(value)
 
         def log_metric(name: str, value: float) -> None:
             for score in scores:
-                score.metrics[name] = float(value)
+                score.metrics.setdefault(name, []).append(float(value))
 
         output = source.func(
             prompts=[item.prompt for item in items],
             completions=[item.completion for item in items],
-            completion_ids=[item.completion_ids for item in items],
+            completion_ids=[np.asarray(item.completion_ids).tolist() for item in items],
             trainer_state=self._get_trainer_state(),
             log_extra=log_extra,
             log_metric=log_metric,
@@ -206,3 +216,14 @@ class RewardScorer:
                 type(error).__name__,
                 error,
             )
+
+
+def _plain(value: Any) -> Any:
+    """Turn what a reward function logged into JSON values: it travels between ranks and into checkpoints."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return value

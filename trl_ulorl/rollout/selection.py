@@ -66,11 +66,27 @@ def has_baseline(group: RolloutGroup) -> bool:
     return int(is_decided(group).sum()) >= MIN_DECIDED
 
 
-def is_mixed(group: RolloutGroup, *, weights: Sequence[float]) -> bool:
+def is_mixed(
+    group: RolloutGroup, *, weights: Sequence[float], is_truncated_masked: bool = False, is_per_function: bool = False
+) -> bool:
     """Whether the decided rollouts' weighted rewards differ, so that the group carries a gradient.
 
     DAPO's dynamic sampling as UloRL uses it (section 4 of the paper's set-up): for {0, 1} rewards it is
     0 < number correct < G.
+
+    Args:
+        group: A settled group.
+        weights: Weight of each reward function.
+        is_truncated_masked: Truncated rollouts are left out of the loss, so one of the others has to differ from the
+            mean.
+        is_per_function: The functions are normalised one by one before they are summed, so one that differs is enough.
     """
-    totals = np.nansum(group.rewards * np.asarray(weights, dtype=np.float32), axis=1)[is_decided(group)]
-    return bool(totals.size > 0 and np.ptp(totals) > 1e-6)
+    decided = is_decided(group)
+    if not decided.any():
+        return False
+    weighted = np.nan_to_num(group.rewards * np.asarray(weights, dtype=np.float32), nan=0.0)
+    totals = (weighted if is_per_function else weighted.sum(axis=1, keepdims=True))[decided]
+    differs = np.abs(totals - totals.mean(axis=0)).max(axis=1) > 1e-6
+    if is_truncated_masked:
+        differs &= np.array([rollout.finish is not Finish.LENGTH for rollout in group.rollouts])[decided]
+    return bool(differs.any())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate.utils import is_peft_model
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -88,7 +89,7 @@ class TransformersEngine:
         """Continue every request by sampling; results come batch by batch, the longest prefixes first."""
         longest_first = sorted(range(len(requests)), key=lambda index: -requests[index].token_ids.size)
         # Entered without requests too: gathering sharded weights takes every rank.
-        with self._generation_model() as model:
+        with self._generation_model() as model, _own_generation_config_unset(model):
             for start in range(0, len(requests), self._max_batch_size):
                 indices = longest_first[start : start + self._max_batch_size]
                 yield from self._decode_batch(model, indices, [requests[index] for index in indices])
@@ -122,3 +123,18 @@ class TransformersEngine:
             eos_positions = np.flatnonzero(np.isin(ids[:budget], self._eos_token_ids))
             length = int(eos_positions[0]) + 1 if eos_positions.size else int(budget)
             yield DecodedSegment(index, ids[:length], logps[:length], is_stopped=bool(eos_positions.size))
+
+
+@contextmanager
+def _own_generation_config_unset(model: PreTrainedModel) -> Iterator[None]:
+    """Keep `generate` from filling in fields of the model's own generation configuration.
+
+    Some would restrict sampling behind the recorded log-probabilities (`min_p`), or end every segment
+    (`forced_eos_token_id`).
+    """
+    own = cast(Any, model).get_base_model() if is_peft_model(model) else model
+    kept, own.generation_config = own.generation_config, cast(Any, GenerationConfig)()
+    try:
+        yield
+    finally:
+        own.generation_config = kept
