@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -398,3 +399,16 @@ def test_process_ends_by_itself(body, wait):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("called") and result.stdout.endswith("end of the program\n")
     assert result.stderr == ""
+
+
+def test_waiting_for_a_slow_reward_is_said(monkeypatch, caplog):
+    monkeypatch.setattr("trl_ulorl.rollout.scoring.SLOW_SECONDS", 0.05)
+
+    def slow(completions, **_):
+        time.sleep(0.3)
+        return [1.0] * len(completions)
+
+    items = make_items("ab")
+    score(items, slow)
+    assert "a reward function is slow or hangs" in caplog.text
+    assert all(item.rollout.rewards.tolist() == [1.0] for item in items)

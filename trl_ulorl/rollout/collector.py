@@ -172,6 +172,7 @@ class ExperienceCollector:
         for group in self.training:
             self._close(group, Outcome.TRAINED, version)
         self.training = []
+        self.report.completed = []  # their metrics are logged; filtered groups need not stay until the next step
 
     def ledger_balance(self) -> dict[str, dict[str, int]]:
         """Return the ledger over all ranks, checked."""

@@ -15,6 +15,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,6 +27,7 @@ from .pool import Finish, Int32Array, Rollout
 
 logger = logging.getLogger(__name__)
 
+SLOW_SECONDS = 300  # of waiting for rewards before it is said
 MAX_WARNINGS = 10  # per reward function; further failures are counted only
 
 
@@ -107,6 +109,13 @@ class RewardScorer:
         """Return once all that was submitted is scored."""
         open_futures, self._open = self._open, []
         for future in open_futures:
+            while not futures.wait([future], timeout=SLOW_SECONDS).done:
+                logger.warning(
+                    "Rewards of %d rollouts are not there after %d s more: a reward function is slow or hangs. The step "
+                    "waits for it.",
+                    sum(not each.done() for each in open_futures),
+                    SLOW_SECONDS,
+                )
             future.result()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
