@@ -10,7 +10,8 @@ One of the paper's settings (examples/configs/):
     accelerate launch --config_file examples/accelerate_configs/zero3.yaml \
         examples/train_qwen3.py --config examples/configs/qwen3_4b_128k.yaml
 
-Your own data and reward, with rows of `prompt` (or `problem`, `question`) and the columns that the reward reads:
+Your own data and reward, with rows of `prompt` (or `problem`, `question`) and the columns that the reward reads, such as
+{"prompt": "What is 3 + 5?", "answer": "8"}; a text becomes a user message where the tokenizer has a chat template:
 
     accelerate launch examples/train_qwen3.py --model_name_or_path Qwen/Qwen3-4B --output_dir outputs/mine \
         --dataset_name mine.jsonl --reward my_rewards:my_reward
@@ -20,9 +21,14 @@ Your own data and reward, with rows of `prompt` (or `problem`, `question`) and t
 
 from __future__ import annotations
 
+import os
+
+# Before torch starts its threads: where another process wants a core, threads that spin while they wait slow a small
+# model down twentyfold.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -72,8 +78,8 @@ class ScriptArguments:
             raise ValueError(f"`engine` ({self.engine!r}) must be 'transformers': it is the engine of this version.")
 
 
-def load_rows(name: str, config: str | None, split: str) -> Dataset:
-    """Load rows and give them a `prompt` column of messages."""
+def load_rows(name: str, config: str | None, split: str, *, is_chat: bool) -> Dataset:
+    """Load rows with a `prompt` column; with a chat template a text becomes a user message."""
     suffix = Path(name).suffix
     if suffix in LOADERS:
         if not Path(name).is_file():
@@ -81,27 +87,27 @@ def load_rows(name: str, config: str | None, split: str) -> Dataset:
         rows = load_dataset(LOADERS[suffix], data_files=name, split="train")
     else:
         rows = load_dataset(name, config, split=split)
-    if "prompt" in rows.column_names:
-        return rows
-    for column in ("problem", "question"):
-        if column in rows.column_names:
-            return rows.map(
-                lambda row, column=column: {"prompt": [{"role": "user", "content": row[column]}]},
-                remove_columns=column,
-            )
-    raise ValueError(f"{name!r} has the columns {rows.column_names}: name the one with the questions `prompt`.")
+    column = next((column for column in ("prompt", "problem", "question") if column in rows.column_names), None)
+    if column is None:
+        raise ValueError(f"{name!r} has the columns {rows.column_names}: name the one with the questions `prompt`.")
+    rows = rows.rename_column(column, "prompt") if column != "prompt" else rows
+    if is_chat and isinstance(rows[0]["prompt"], str):
+        rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    return rows
 
 
-def load_data(script_args: ScriptArguments, seed: int) -> tuple[Dataset, Dataset | None]:
+def load_data(script_args: ScriptArguments, seed: int, *, is_chat: bool) -> tuple[Dataset, Dataset | None]:
     """Return the training rows and the held-out ones."""
     if script_args.dataset_name == "arithmetic":
         train = arithmetic_dataset(script_args.num_train_problems, seed=seed, split="train")
     else:
-        train = load_rows(script_args.dataset_name, script_args.dataset_config, script_args.dataset_split)
+        train = load_rows(
+            script_args.dataset_name, script_args.dataset_config, script_args.dataset_split, is_chat=is_chat
+        )
     if not script_args.eval_problems:
         return train, None
     if script_args.eval_dataset_name:
-        held_out = load_rows(script_args.eval_dataset_name, None, "test")
+        held_out = load_rows(script_args.eval_dataset_name, None, "test", is_chat=is_chat)
         return train, held_out.select(range(min(script_args.eval_problems, len(held_out))))
     if script_args.dataset_name == "arithmetic":
         return train, arithmetic_dataset(script_args.eval_problems, seed=0, split="test")  # the same for every seed
@@ -116,7 +122,10 @@ def load_reward(name: str) -> Callable[..., list[float | None]]:
     if not separator:
         raise ValueError(f"`reward` ({name!r}) must be 'verifier' or 'module:function', for instance 'my_rewards:f'.")
     sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), function)
+    found = getattr(importlib.import_module(module), function, None)
+    if found is None:
+        raise ValueError(f"`reward` ({name!r}): the module {module!r} has no function {function!r}.")
+    return found
 
 
 def model_init_kwargs(training_args: UloRLConfig, model_args: ModelConfig) -> dict[str, Any]:
@@ -142,18 +151,17 @@ def main() -> None:
         str(training_args.resume_from_checkpoint).lower(), training_args.resume_from_checkpoint
     )
 
-    train, held_out = load_data(script_args, training_args.seed)
-    reward = load_reward(script_args.reward)
     model_name = model_args.model_name_or_path or embedded_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")
+    train, held_out = load_data(script_args, training_args.seed, is_chat=tokenizer.chat_template is not None)
+    reward = load_reward(script_args.reward)
     training_args.model_init_kwargs = model_init_kwargs(training_args, model_args)
     trainer = UloRLTrainer(
         model=model_name,
         reward_funcs=reward,
         args=training_args,
         train_dataset=train,
-        processing_class=AutoTokenizer.from_pretrained(
-            model_name, revision=model_args.model_revision, padding_side="left"
-        ),
+        processing_class=tokenizer,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
@@ -213,7 +221,8 @@ def finish(trainer: UloRLTrainer, evaluation: HeldOutEvaluation | None) -> None:
     records = read_rollouts(log) if log.exists() else []
     lengths = rollout_lengths(records)
     entropies = [entry["entropy"] for entry in history if entry.get("entropy") is not None]
-    times = phase_seconds(history)
+    batches_per_step = trainer.args.gradient_accumulation_steps / trainer.args.micro_steps_per_batch
+    times = phase_seconds(history, batches_per_step)
     summary: dict[str, Any] = {
         "steps": trainer.state.global_step,
         "train_seconds": train_seconds(history, evaluation),
@@ -263,11 +272,20 @@ def train_seconds(history: list[dict[str, Any]], evaluation: HeldOutEvaluation |
     return total - (evaluation.seconds_before if evaluation else 0.0)
 
 
-def phase_seconds(history: list[dict[str, Any]]) -> dict[str, float]:
-    """Share the seconds of all steps out over decoding, waiting for rewards and ranks, and updating the model."""
-    names = ("rollout/decode_seconds", "rollout/score_seconds", "rollout/exchange_seconds", "step_time")
-    decode, score, exchange, total = (sum(entry.get(name) or 0.0 for entry in history) for name in names)
-    return {"decode": decode, "score": score, "exchange": exchange, "update": total - decode - score - exchange}
+def phase_seconds(history: list[dict[str, Any]], batches_per_step: float) -> dict[str, float]:
+    """Share the seconds of all steps out over decoding, waiting for rewards and ranks, and updating the model.
+
+    A logged value is the mean over the steps since the last log, and for the rollout over their batches.
+    """
+    seconds = dict.fromkeys(("decode", "score", "exchange", "update"), 0.0)
+    last_step = 0
+    for entry in (entry for entry in history if "step_time" in entry):
+        steps, last_step = entry["step"] - last_step, entry["step"]
+        parts = {name: entry.get(f"rollout/{name}_seconds") or 0.0 for name in ("decode", "score", "exchange")}
+        for name, value in parts.items():
+            seconds[name] += value * batches_per_step * steps
+        seconds["update"] += (entry["step_time"] - sum(parts.values()) * batches_per_step) * steps
+    return seconds
 
 
 def print_table(before: EvaluationResult, after: EvaluationResult, k: int) -> None:

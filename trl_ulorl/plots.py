@@ -76,7 +76,8 @@ def _series(history: Sequence[dict[str, Any]], name: str) -> tuple[list[int], li
 
 def _draw_curve(axes: Axes, history: Sequence[dict[str, Any]], name: str, label: str) -> None:
     steps, values = _series(history, name)
-    axes.plot(steps, values, color="tab:blue", alpha=0.35, label="each step")
+    marker = "o" if len(values) < 5 else ""
+    axes.plot(steps, values, marker, linestyle="-", color="tab:blue", alpha=0.35, label="each step")
     if len(values) >= 10:  # each step has few groups, so the curve is read from its running mean
         width = max(3, len(values) // 10)
         means = [float(np.mean(values[max(0, i - width + 1) : i + 1])) for i in range(len(values))]
@@ -140,5 +141,6 @@ def _draw_timeline(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
     axes.add_collection(lines)
     axes.set(xlim=(0, 1.02 * max(bar[1][0] for bar in bars)), ylim=(row, -1))
     axes.set(xlabel="completion tokens", ylabel=f"rollouts, {per_group} per prompt, in order of admission")
+    axes.set_title(f"{len(shown)} trained groups from the middle of the run: a bar per rollout, a colour per policy")
     label = "policy version that sampled the segment"
     axes.figure.colorbar(ScalarMappable(colors, "viridis"), ax=axes, label=label, ticks=MaxNLocator(integer=True))

@@ -477,6 +477,8 @@ class UloRLTrainer(GRPOTrainer):
         for name, value in metrics.items():
             if name.startswith("ledger/") or name in _TOTALS:  # the last one counts, not the mean over logged steps
                 self._metrics["train"][name] = [value]
+            elif name == "rollout/age_max":  # the largest since the last log
+                self._metrics["train"][name] = [max([value, *self._metrics["train"][name]])]
             else:
                 self._metrics["train"][name].append(value)
         self._alarms.check({**self._update_metrics, **metrics})

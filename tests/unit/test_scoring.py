@@ -409,6 +409,9 @@ def test_waiting_for_a_slow_reward_is_said(monkeypatch, caplog):
         return [1.0] * len(completions)
 
     items = make_items("ab")
-    score(items, slow)
+    scorer = RewardScorer([RewardSource("slow", slow)])
+    for item in items:
+        scorer.submit(item)
+    scorer.wait()
     assert "a reward function is slow or hangs" in caplog.text
     assert all(item.rollout.rewards.tolist() == [1.0] for item in items)
