@@ -54,6 +54,8 @@ from .rollout.state import FOLDER, load_state, pack_batches, save_state, unpack_
 from .rollout.transformers import TransformersEngine
 from .rows import PromptRows
 
+_TOTALS = ("verifier/failed", "rollout/epoch")  # besides the ledger's
+
 
 @dataclass(slots=True)
 class _HandOver:
@@ -482,6 +484,3 @@ class UloRLTrainer(GRPOTrainer):
             else:
                 self._metrics["train"][name].append(value)
         self._alarms.check({**self._update_metrics, **metrics})
-
-
-_TOTALS = ("verifier/failed", "rollout/epoch")
