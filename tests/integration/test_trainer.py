@@ -146,6 +146,20 @@ def test_the_trainers_loss_is_equation_10(tmp_path, mode):
     assert num_masked > 0 and num_stale > 0
 
 
+def test_advantages_by_hand(tmp_path):
+    """Eq. 4 with TRL's sample deviation: one right answer of four has mean 1/4 and deviation 1/2."""
+
+    def one_right(completion_ids, **kwargs):
+        return [float(len(ids) in (10, 9)) for ids in completion_ids]  # lengths are 6, 6, 3, 10 and 4, 11, 11, 9
+
+    trainer = make_trainer(tmp_path, one_right, engine=PreparedEngine(10), num_segments=1, max_steps=1, dmmpts=None)
+    seen = record_batches(trainer)
+    trainer.train()
+    advantages = sorted(seen[0]["inputs"]["advantages"].tolist())
+    right, wrong = 0.75 / (0.5 + 1e-4), -0.25 / (0.5 + 1e-4)
+    assert advantages == pytest.approx([wrong] * 6 + [right] * 2)
+
+
 def test_several_updates_start_from_the_original_advantages(tmp_path):
     trainer = make_trainer(
         tmp_path, engine=PreparedEngine(16), num_iterations=2, max_steps=4, dmmpts={"tau": 0.05, "sigma": 9.0}
