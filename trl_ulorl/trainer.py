@@ -162,7 +162,8 @@ class UloRLTrainer(GRPOTrainer):
             get_trainer_state=lambda: getattr(this(), "state", None),
             truncated_is_wrong=correctness_index if args.overlong == "wrong" else None,
         )
-        weakref.finalize(self, self._scorer.close)
+        # Not at exit: the daemon thread then ends with the process, and must not wake up while that is taken down.
+        weakref.finalize(self, self._scorer.close).atexit = False
         super().__init__(
             model,
             self._replayed(reward_list),

@@ -43,6 +43,7 @@ def main(folder: Path, overrides: dict) -> None:
         "history": trainer.state.log_history,
     }
     (folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+    trainer.end()  # a process group that is still up at exit may abort the process
 
 
 if __name__ == "__main__":
