@@ -77,7 +77,7 @@ def _series(history: Sequence[dict[str, Any]], name: str) -> tuple[list[int], li
 def _draw_curve(axes: Axes, history: Sequence[dict[str, Any]], name: str, label: str) -> None:
     steps, values = _series(history, name)
     marker = "o" if len(values) < 5 else ""
-    axes.plot(steps, values, marker, linestyle="-", color="tab:blue", alpha=0.35, label="each step")
+    axes.plot(steps, values, marker=marker, color="tab:blue", alpha=0.35, label="each step")
     if len(values) >= 10:  # each step has few groups, so the curve is read from its running mean
         width = max(3, len(values) // 10)
         means = [float(np.mean(values[max(0, i - width + 1) : i + 1])) for i in range(len(values))]
