@@ -7,7 +7,7 @@ good as RL gets. So the first stage teaches right workings, and the second one m
 without any working and workings that slip. The result guesses almost half of the time, mostly wrong, and works the
 rest out, mostly right: RL has one decision to learn that pays at once, and slips to unlearn.
 
-Deterministic for a seed on one machine. Takes about four minutes on two cores.
+Deterministic for a seed on one machine. Took seven minutes on two cores that another process shared.
 """
 
 import argparse
