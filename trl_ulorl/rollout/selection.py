@@ -29,7 +29,7 @@ def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index
     rewards = group.rewards
     judged = rewards
     if wrong_index is not None:
-        is_truncated = np.array([rollout.finish is Finish.LENGTH for rollout in group.rollouts])
+        is_truncated = _is_truncated(group)
         if not is_truncated.all():  # a truncated rollout's 0 was not given by the function
             judged = rewards[~is_truncated]
             if np.isnan(judged[:, wrong_index]).all():
@@ -44,8 +44,13 @@ def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index
         rollout.rewards = row
 
 
+def _is_truncated(group: RolloutGroup) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Tell for each rollout whether it reached its limit, shape `(G,)`."""
+    return np.array([rollout.finish is Finish.LENGTH for rollout in group.rollouts])
+
+
 def _cap_truncated(rewards: Float32Array, group: RolloutGroup, weights: Float32Array, wrong_index: int) -> None:
-    is_truncated = np.array([rollout.finish is Finish.LENGTH for rollout in group.rollouts])
+    is_truncated = _is_truncated(group)
     is_wrong = ~is_truncated & (rewards[:, wrong_index] <= 0)
     for index, weight in enumerate(weights):
         if weight == 0:
@@ -88,5 +93,5 @@ def is_mixed(
     totals = (weighted if is_per_function else weighted.sum(axis=1, keepdims=True))[decided]
     differs = np.abs(totals - totals.mean(axis=0)).max(axis=1) > 1e-6
     if is_truncated_masked:
-        differs &= np.array([rollout.finish is not Finish.LENGTH for rollout in group.rollouts])[decided]
+        differs &= ~_is_truncated(group)[decided]
     return bool(differs.any())
