@@ -4,6 +4,7 @@ The engine is simulated and ranks are threads that exchange through a barrier. W
 does is not covered here.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -18,14 +19,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_ulorl.rollout.collector import MAX_REFILL_ROUNDS, CollectorSettings, ExperienceCollector, Prompt
+from trl_ulorl.rollout.collector import MAX_REFILL_ROUNDS, CollectorSettings, Prompt
+from trl_ulorl.rollout.continuous import ContinuousCollector
 from trl_ulorl.rollout.engine import DecodedSegment
 from trl_ulorl.rollout.packing import pack_groups
 from trl_ulorl.rollout.pool import Finish, Outcome
 from trl_ulorl.rollout.prompts import PromptStream
-from trl_ulorl.rollout.schedule import SegmentSchedule
+from trl_ulorl.rollout.schedule import ContinuousSchedule, SegmentSchedule
 from trl_ulorl.rollout.scoring import RewardInput, RewardScorer, RewardSource
 from trl_ulorl.rollout.selection import has_baseline, is_mixed
+from trl_ulorl.rollout.segmented import SegmentCollector
 from trl_ulorl.rollout.simulated import EOS_ID, SERIAL_BASE, SimulatedEngine
 
 fuzz = settings(deadline=None, derandomize=True, max_examples=30)
@@ -95,6 +98,7 @@ class RecordingEngine:
         self.sampled = sampled  # serial number -> [(version, ids, log-probs)]
         self.version = 0
         self.num_calls = 0
+        self.most_open = 0
         self._random = np.random.default_rng(seed)
 
     def decode(self, requests):
@@ -105,15 +109,58 @@ class RecordingEngine:
         ids = np.zeros((len(results), max((r.token_ids.size for r in results), default=0)), dtype=np.int32)
         logps = np.zeros(ids.shape, dtype=np.float32)
         for row, result in enumerate(results):
-            request, length = requests[result.request_index], result.token_ids.size
-            assert 1 <= length <= request.max_new_tokens
+            length = result.token_ids.size
             ids[row, :length], logps[row, :length] = result.token_ids, result.per_token_logps
-            whole = np.concatenate([request.token_ids, result.token_ids])
-            serial = int(whole[whole >= SERIAL_BASE][0]) - SERIAL_BASE
-            record = (self.version, ids[row, :length].copy(), logps[row, :length].copy())
-            self.sampled.setdefault(serial, []).append(record)
+            self.record(requests[result.request_index], result)
             yield DecodedSegment(result.request_index, ids[row, :length], logps[row, :length], result.is_stopped)
             ids[row], logps[row] = -1, -1  # an engine may reuse its buffers
+
+    def record(self, request, result):
+        assert 1 <= result.token_ids.size <= request.max_new_tokens
+        whole = np.concatenate([request.token_ids, result.token_ids])
+        serial = int(whole[whole >= SERIAL_BASE][0]) - SERIAL_BASE
+        record = (self.version, result.token_ids.astype(np.int32), result.per_token_logps.astype(np.float32))
+        self.sampled.setdefault(serial, []).append(record)
+
+    @contextlib.contextmanager
+    def stream(self):
+        self.num_calls += 1
+        with self.simulated.stream() as stream:
+            recorded = RecordingStream(self, stream)
+            yield recorded
+            assert recorded.is_interrupted, "a step ends with an interruption, or tokens are lost"
+
+
+class RecordingStream:
+    """Passes a stream on, and checks that no more sequences decode than there are slots."""
+
+    def __init__(self, engine, stream):
+        self.engine, self.stream = engine, stream
+        self.requests, self.num_calls, self.most, self.is_interrupted = {}, 0, 0, False
+
+    @property
+    def num_steps(self):
+        return self.stream.num_steps
+
+    def submit(self, key, request):
+        assert key not in self.requests
+        self.requests[key] = request
+        self.stream.submit(key, request)
+        self.engine.most_open = max(self.engine.most_open, self.stream.num_open)
+
+    def step(self):
+        self.num_calls += 1
+        assert self.num_calls < MAX_CALLS, "the step does not end"
+        return self.recorded(self.stream.step())
+
+    def interrupt(self):
+        self.is_interrupted = True
+        return self.recorded(self.stream.interrupt())
+
+    def recorded(self, results):
+        for result in results:
+            self.engine.record(self.requests[result.request_index], result)
+        return results
 
 
 class Run:
@@ -138,25 +185,32 @@ class Run:
         sampled=None,
         seed=0,
         scorer=None,
+        num_slots=None,
+        ranks_per_engine=1,
         **settings,
     ):
         self.cap, self.rank, self.exchange, self.version = cap, rank, exchange, 0
         simulated = SimulatedEngine(seed=seed, median_length=median_length, sigma=1.5)
-        simulated.num_started = 100_000 * rank
-        self.engine = RecordingEngine(simulated, {} if sampled is None else sampled, seed)
+        simulated.num_started = 100_000 * (rank // ranks_per_engine)
+        is_first = rank % ranks_per_engine == 0  # of those that share an engine and sample the same
+        self.engine = RecordingEngine(simulated, sampled if sampled is not None and is_first else {}, seed)
         self.closed = []
         if scorer is None:
             scorer, rewards = scorer_of(rank)
             rewards.pattern = pattern
         default_inflight = (num_segments - 1) * groups_per_batch
-        self.schedule = SegmentSchedule(
-            groups_per_batch=groups_per_batch,
-            segment_length=math.ceil(cap / num_segments),
-            max_inflight_groups=groups_per_batch + (default_inflight if extra_inflight is None else extra_inflight),
-            max_staleness=max_staleness,
-            versions_per_batch=versions_per_batch,
-            is_on_policy=num_segments == 1,
-        )
+        bounds = {
+            "groups_per_batch": groups_per_batch,
+            "max_inflight_groups": groups_per_batch + (default_inflight if extra_inflight is None else extra_inflight),
+            "max_staleness": max_staleness,
+            "versions_per_batch": versions_per_batch,
+        }
+        if num_slots is None:
+            collector_type, self.schedule = SegmentCollector, SegmentSchedule(
+                **bounds, segment_length=math.ceil(cap / num_segments), is_on_policy=num_segments == 1
+            )
+        else:
+            collector_type, self.schedule = ContinuousCollector, ContinuousSchedule(**bounds, num_slots=num_slots)
         self.settings = CollectorSettings(
             num_generations=num_generations,
             max_completion_length=cap,
@@ -170,7 +224,7 @@ class Run:
                 **settings,
             },
         )
-        self.collector = ExperienceCollector(
+        self.collector = collector_type(
             engine=self.engine,
             schedule=self.schedule,
             prompts=PromptStream(NUM_ROWS, seed=seed, shuffle=False),
@@ -181,6 +235,7 @@ class Run:
             exchange=exchange,
             rank=rank,
             num_ranks=num_ranks,
+            ranks_per_engine=ranks_per_engine,
             on_close=lambda group, outcome, version: self.closed.append((group, outcome, version)),
         )
 
@@ -241,12 +296,17 @@ class Run:
         records = self.engine.sampled[int(ids[0]) - SERIAL_BASE]
         assert len(records) == len(rollout.segments)
         versions = [segment.policy_version for segment in rollout.segments]
-        assert versions == sorted(versions) and versions[0] == group.admitted_version and versions[-1] <= self.version
+        assert versions == sorted(versions) and versions[-1] <= self.version
+        if isinstance(self.schedule, ContinuousSchedule):  # a sibling may wait for a slot
+            assert versions[0] >= group.admitted_version
+        else:
+            assert versions[0] == group.admitted_version
+            lengths = [len(segment) for segment in rollout.segments]
+            assert self.schedule.max_staleness is not None or max(lengths) <= self.schedule.segment_length
         for segment, (version, sampled_ids, sampled_logps) in zip(rollout.segments, records, strict=True):
             assert segment.policy_version == version
             assert segment.token_ids.tobytes() == sampled_ids.tobytes()
             assert segment.per_token_logps.tobytes() == sampled_logps.tobytes()
-            assert self.schedule.max_staleness is not None or len(segment) <= self.schedule.segment_length
         middle = ids[1:-1] if rollout.finish is Finish.EOS else ids[1:]
         assert middle.tolist() == list(range(1, 1 + middle.size))
 

@@ -1,7 +1,8 @@
 """Collect one batch of complete groups per rollout step: Algorithm 1 around the pools.
 
-A round admits prompts, decodes every unfinished rollout by a segment, scores what ended and sorts the groups that are
-complete. Rounds follow each other under one policy until a batch is in hand.
+A round admits prompts, decodes unfinished rollouts, scores what ended and sorts the groups that are complete. Rounds
+follow each other under one policy until a batch is in hand. What a round decodes is the schedule's affair: `segmented.py`
+has the paper's, `continuous.py` the other one.
 
 Over several ranks the unfinished rollouts of a group live on one rank, and complete groups are exchanged once a round, so
 that the experience pool, the stream of prompts and the ledger are the same everywhere and every rank takes the same
@@ -12,14 +13,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from .engine import DecodeRequest, SegmentEngine
+from .engine import DecodedSegment, SegmentEngine
 from .packing import PACKED_ARRAYS, pack_groups, unpack_groups
 from .pool import (
     ExperiencePool,
@@ -32,8 +34,8 @@ from .pool import (
     UnfinishedPool,
 )
 from .prompts import PromptStream
-from .report import StepReport, batch_metrics, completed_metrics, ledger_metrics, step_metrics
-from .schedule import SegmentSchedule, balanced_order
+from .report import StepReport, Work, batch_metrics, completed_metrics, ledger_metrics, step_metrics
+from .schedule import Schedule, balanced_order
 from .scoring import RewardInput, RewardScorer
 from .selection import has_baseline, is_mixed, settle_rewards
 
@@ -89,11 +91,15 @@ class _Ticket:
     owner: int
 
 
-class ExperienceCollector:
+class RankFailedError(RuntimeError):
+    """The rollout failed on another rank, which has told this one."""
+
+
+class ExperienceCollector(ABC):
     """Runs the rounds and keeps the pools and the ledger.
 
     Args:
-        engine: Decodes segments with the current policy.
+        engine: Decodes with the current policy.
         schedule: Who decodes, how far, and what is admitted.
         prompts: The stream of row indices.
         scorer: Scores finished rollouts.
@@ -103,6 +109,8 @@ class ExperienceCollector:
         exchange: Gathers one object from every rank, in rank order.
         rank: This process.
         num_ranks: All processes.
+        ranks_per_engine: Consecutive processes that share an engine (tensor parallelism): they hold the same unfinished
+            groups and submit the same requests.
         on_close: Told of every group that leaves, with its outcome and the policy version.
     """
 
@@ -110,7 +118,7 @@ class ExperienceCollector:
         self,
         *,
         engine: SegmentEngine,
-        schedule: SegmentSchedule,
+        schedule: Schedule,
         prompts: PromptStream,
         scorer: RewardScorer,
         settings: CollectorSettings,
@@ -119,6 +127,7 @@ class ExperienceCollector:
         exchange: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda payload: [payload],
         rank: int = 0,
         num_ranks: int = 1,
+        ranks_per_engine: int = 1,
         on_close: Callable[[RolloutGroup, Outcome, int], None] = lambda group, outcome, version: None,
     ) -> None:
         self.engine = engine
@@ -129,16 +138,19 @@ class ExperienceCollector:
         self._tokenize = tokenize
         self._render = render
         self._exchange = exchange
-        self._rank = rank
         self._num_ranks = num_ranks
+        self._ranks_per_engine = ranks_per_engine
+        self._owner = rank // ranks_per_engine
+        self._speaks = rank % ranks_per_engine == 0  # for the ranks that share its engine
         self._on_close = on_close
         self.unfinished = UnfinishedPool()
         self.ready = ExperiencePool()
         self.ledger = Ledger()
         self.training: list[RolloutGroup] = []
         self._tickets: dict[int, _Ticket] = {}
-        self._open_by_rank = [0] * num_ranks
+        self._open_by_owner = [0] * (num_ranks // ranks_per_engine)
         self._unfinished_tokens = 0  # over all ranks
+        self._decoded_tokens = 0  # here, in this round
         self.num_failed_rewards = 0  # over all ranks
         self.report = StepReport()
 
@@ -162,10 +174,22 @@ class ExperienceCollector:
                 f"A batch of {len(self.training)} groups is still being trained on: call `finish_batch` before the next "
                 "`collect`, or it would be lost."
             )
+        started = time.perf_counter()
         self.report = StepReport()
+        self._fill_batch(version, num_batches_left)
+        batch = self._take_batch(version)
+        report = self.report
+        report.bookkeeping_seconds = time.perf_counter() - started - report.decode_seconds - report.score_seconds
+        return batch
+
+    def _fill_batch(self, version: int, num_batches_left: int | None) -> None:
         while not self._has_batch(version, num_batches_left):
-            self._run_round(version, num_batches_left)
-        return self._take_batch(version)
+            self._run_round(version, lambda: self._advance(version, num_batches_left))
+            self.report.num_rounds += 1
+
+    @abstractmethod
+    def _advance(self, version: int, num_batches_left: int | None) -> Work:
+        """Admit prompts and decode; the groups that are then complete are sorted by the caller."""
 
     def finish_batch(self, version: int) -> None:
         """Book the batch as trained: its last update is done."""
@@ -207,23 +231,41 @@ class ExperienceCollector:
         num_due = self.schedule.num_due([held[group_id] for group_id in oldest_first], version)
         return self._tickets.keys() & set(oldest_first[:num_due])
 
-    def _run_round(self, version: int, num_batches_left: int | None) -> None:
+    def _run_round(self, version: int, work: Callable[[], Work]) -> None:
         payload: dict[str, Any] = {"error": None}
         failure: Exception | None = None
+        complete: list[RolloutGroup] = []
+        self._decoded_tokens = 0
         try:
-            self._admit(version, num_batches_left)
-            payload.update(self._decode(version))
+            payload["work"] = work()
             started = time.perf_counter()
             self.scorer.wait()
             self.report.score_seconds += time.perf_counter() - started
+        except RankFailedError:
+            raise  # every rank knows
         except Exception as error:  # noqa: BLE001 - told to the other ranks first: they would wait for this one for ever
             failure, payload["error"] = error, f"{type(error).__name__}: {error}"
+            if self._num_ranks == 1:  # what was decoded is in the pool: who catches the error can go on
+                self.ledger.tokens["generated"] += self._decoded_tokens
+                self._unfinished_tokens = self.unfinished.num_tokens
         else:
             complete = self.unfinished.pop_complete()
-            payload["packed"] = pack_groups(complete) if self._num_ranks > 1 else None
+            payload["decoded_tokens"] = self._decoded_tokens
+            payload["complete"] = complete if self._num_ranks > 1 and self._speaks else []
             payload["open"] = len(self.unfinished.open_rollouts())
             payload["unfinished_tokens"] = self.unfinished.num_tokens
             payload["failed_rewards"] = self.scorer.num_failures.total()
+        payloads = self._tell(payload, failure)
+        if self._num_ranks > 1:
+            complete = [group for other in payloads for group in other["complete"]]
+        self._receive(payloads, complete, version)
+
+    def _tell(self, payload: dict[str, Any], failure: Exception | None = None) -> list[dict[str, Any]]:
+        """Exchange one message a rank, and return those that speak for an engine.
+
+        Raises:
+            RankFailedError: If another rank tells of a failure; `failure` itself if it is this one.
+        """
         started = time.perf_counter()
         payloads = self._exchange(payload)
         self.report.exchange_seconds += time.perf_counter() - started
@@ -231,89 +273,70 @@ class ExperienceCollector:
             raise failure
         for rank, other in enumerate(payloads):
             if other["error"] is not None:
-                raise RuntimeError(f"The rollout failed on rank {rank} ({other['error']}): see that rank's traceback.")
-        if self._num_ranks > 1:
-            complete = [group for other in payloads for group in unpack_groups(*other["packed"])]
-        self._receive(payloads, complete, version)
-        self.report.num_rounds += 1
+                raise RankFailedError(
+                    f"The rollout failed on rank {rank} ({other['error']}): see that rank's traceback."
+                )
+        return payloads[:: self._ranks_per_engine]
 
-    def _admit(self, version: int, num_batches_left: int | None) -> None:
-        if self._is_late and num_batches_left is not None:
-            return
-        num_new = self.schedule.num_admissions(
-            num_held=self._num_held, num_ready=len(self.ready), num_batches_left=num_batches_left
-        )
-        load = list(self._open_by_rank)
+    def _admit(self, owners: Sequence[int], version: int) -> list[RolloutGroup]:
+        """Admit a prompt for each owner, and return the groups that live here."""
         mine: list[tuple[int, int]] = []
-        for row_index in self.prompts.take(num_new):
+        for owner, row_index in zip(owners, self.prompts.take(len(owners)), strict=True):
             group_id = self.ledger.groups["admitted"]
-            owner = min(range(self._num_ranks), key=lambda rank: (load[rank], rank))
-            load[owner] += self._settings.num_generations
             self._tickets[group_id] = _Ticket(row_index, version, owner)
             self.ledger.groups["admitted"] += 1
-            if owner == self._rank:
+            if owner == self._owner:
                 mine.append((group_id, row_index))
         prompts = self._tokenize([row_index for _, row_index in mine]) if mine else []
-        for (group_id, row_index), prompt in zip(mine, prompts, strict=True):
-            self.unfinished.admit(
-                RolloutGroup.start(
-                    group_id=group_id,
-                    row_index=row_index,
-                    prompt_ids=prompt.token_ids,
-                    max_length=prompt.max_length,
-                    admitted_version=version,
-                    num_generations=self._settings.num_generations,
-                )
+        groups = [
+            RolloutGroup.start(
+                group_id=group_id,
+                row_index=row_index,
+                prompt_ids=prompt.token_ids,
+                max_length=prompt.max_length,
+                admitted_version=version,
+                num_generations=self._settings.num_generations,
             )
-
-    def _decode(self, version: int) -> dict[str, Any]:
-        """Decode this rank's unfinished rollouts by a segment, handing each that ends to the scorer at once."""
-        due = self._due_groups(version)
-        work = self.unfinished.open_rollouts()
-        requests = [
-            DecodeRequest(
-                token_ids=np.concatenate([group.prompt_ids, rollout.completion_ids]),
-                max_new_tokens=self.schedule.token_budget(
-                    num_tokens=rollout.num_tokens, max_length=group.max_length, is_due=group.group_id in due
-                ),
-            )
-            for group, rollout in work
+            for (group_id, row_index), prompt in zip(mine, prompts, strict=True)
         ]
-        started = time.perf_counter()
-        num_decoded = longest = 0
-        for decoded in self.engine.decode(requests):
-            group, rollout = work[decoded.request_index]
-            segment = Segment.from_values(decoded.token_ids, decoded.per_token_logps, version)
-            self._extend(group, rollout, segment, decoded.is_stopped)
-            num_decoded += len(segment)
-            longest = max(longest, len(segment))
-        self.report.decode_seconds += time.perf_counter() - started
-        return {"decoded_tokens": num_decoded, "num_decoding": len(requests), "longest": longest}
+        for group in groups:
+            self.unfinished.admit(group)
+        return groups
 
-    def _extend(self, group: RolloutGroup, rollout: Rollout, segment: Segment, is_stopped: bool) -> None:
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """Count the time as decoding."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.report.decode_seconds += time.perf_counter() - started
+
+    def _extend(self, group: RolloutGroup, rollout: Rollout, decoded: DecodedSegment, version: int) -> None:
+        """Append what an engine decoded, and hand a rollout that ends to the scorer."""
+        segment = Segment.from_values(decoded.token_ids, decoded.per_token_logps, version)
         num_tokens = rollout.num_tokens + len(segment)
         if num_tokens > group.max_length:
             raise RuntimeError(
                 f"The engine added {len(segment)} tokens to a rollout of {rollout.num_tokens}, beyond its limit of "
                 f"{group.max_length}: an engine must keep to `max_new_tokens`."
             )
-        finish = Finish.EOS if is_stopped else Finish.LENGTH if num_tokens == group.max_length else None
+        finish = Finish.EOS if decoded.is_stopped else Finish.LENGTH if num_tokens == group.max_length else None
         rollout.extend(segment, finish)
-        if rollout.is_finished:
+        self._decoded_tokens += len(segment)
+        if rollout.is_finished and self._speaks:
             self.scorer.submit(self._render(group, rollout))
 
     # ------------------------------------------------------------------------------------------- sorting what is done
 
     def _receive(self, payloads: list[dict[str, Any]], complete: list[RolloutGroup], version: int) -> None:
-        self._open_by_rank = [payload["open"] for payload in payloads]
+        self._open_by_owner = [payload["open"] for payload in payloads]
         self._unfinished_tokens = sum(payload["unfinished_tokens"] for payload in payloads)
         self.num_failed_rewards = sum(payload["failed_rewards"] for payload in payloads)
         decoded = sum(payload["decoded_tokens"] for payload in payloads)
         self.ledger.tokens["generated"] += decoded
         self.report.decoded_tokens += decoded
-        # Ranks wait for the slowest one, so the longest new segment anywhere is what every slot stood open for.
-        longest = max(payload["longest"] for payload in payloads)
-        self.report.slot_tokens += longest * sum(payload["num_decoding"] for payload in payloads)
+        self.report.add_work([payload["work"] for payload in payloads])
         for group in sorted(complete, key=lambda group: group.group_id):
             del self._tickets[group.group_id]
             self._sort(group)
@@ -380,7 +403,7 @@ class ExperienceCollector:
     def metrics(self, version: int) -> dict[str, float]:
         """Return the step's metrics over all ranks."""
         return {
-            "rollout/in_flight": float(sum(self._open_by_rank)),
+            "rollout/in_flight": float(sum(self._open_by_owner)),
             "rollout/unfinished_groups": float(len(self._tickets)),
             "rollout/ready_groups": float(len(self.ready)),
             "rollout/oldest_group_age": float(
@@ -410,7 +433,7 @@ class ExperienceCollector:
             "prompts": self.prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
             "tickets": [[i, t.row_index, t.admitted_version, t.owner] for i, t in self._tickets.items()],
-            "open_by_rank": self._open_by_rank,
+            "open_by_owner": self._open_by_owner,
             "unfinished_tokens": self._unfinished_tokens,
             "groups": {},
         }
@@ -437,7 +460,7 @@ class ExperienceCollector:
         self.prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
         self._tickets = {i: _Ticket(row, version, owner) for i, row, version, owner in state["tickets"]}
-        self._open_by_rank = list(state["open_by_rank"])
+        self._open_by_owner = list(state["open_by_owner"])
         self._unfinished_tokens = state["unfinished_tokens"]
         held = {
             name: unpack_groups(records, {key: arrays[f"{name}.{key}"] for key in PACKED_ARRAYS})

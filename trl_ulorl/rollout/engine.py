@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,5 +49,44 @@ class SegmentEngine(Protocol):
 
         Every rank calls it once a round, with no requests where it has nothing to decode, since gathering sharded
         weights is a collective operation. No key-value cache may outlive the call: the weights change between calls.
+        """
+        ...
+
+
+class DecodeStream(Protocol):
+    """Sequences that decode side by side under one policy, and that come and go while the others decode on.
+
+    Attributes:
+        num_steps: Decode steps taken so far: the most tokens that any one sequence could have got.
+    """
+
+    num_steps: int
+
+    def submit(self, key: int, request: DecodeRequest) -> None:
+        """Start to decode a sequence; its results carry `key` as their `request_index`."""
+        ...
+
+    def step(self) -> list[DecodedSegment]:
+        """Decode on, for one step at least, and return the sequences that have ended or used up their budget.
+
+        Must not be called without a submitted sequence that has not ended.
+        """
+        ...
+
+    def interrupt(self) -> list[DecodedSegment]:
+        """Stop every sequence and return what each has so far; one that has no new token yet is left out.
+
+        No sampled token is lost: what `step` has not returned, this does.
+        """
+        ...
+
+
+class StreamingEngine(SegmentEngine, Protocol):
+    """An engine that the continuous schedule can drive."""
+
+    def stream(self) -> AbstractContextManager[DecodeStream]:
+        """Open a stream under the current weights; leaving it stops what still decodes.
+
+        Every rank opens one per rollout step, since gathering sharded weights is a collective operation.
         """
         ...

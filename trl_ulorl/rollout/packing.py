@@ -1,8 +1,8 @@
-"""Groups as JSON values and three flat arrays: what a checkpoint holds and what ranks exchange."""
+"""Groups as JSON values and flat arrays, for checkpoints, and as matrices, for the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ PACKED_ARRAYS = ("prompt_ids", "token_ids", "per_token_logps")
 
 
 def pack_groups(groups: Iterable[RolloutGroup]) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
-    """Turn groups into JSON values and three flat arrays, for a checkpoint or for another rank.
+    """Turn groups into JSON values and three flat arrays.
 
     Returns:
         The groups' records, and `prompt_ids` (int32), `token_ids` (int32) and `per_token_logps` (float32), each the
@@ -80,3 +80,27 @@ def unpack_groups(records: list[dict[str, Any]], arrays: dict[str, NDArray[Any]]
             rollout.logs, rollout.metrics = saved["logs"], saved["metrics"]
         groups.append(group)
     return groups
+
+
+def sampling_matrices(
+    rollouts: Sequence[Rollout], num_columns: int, version: int
+) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Lay out what each token was sampled with as TRL lays out completions, padded with zeros on the right.
+
+    Args:
+        rollouts: The rows, `B`.
+        num_columns: Width `T`, at least the longest completion's.
+        version: Current policy version.
+
+    Returns:
+        Log-probability in nats of each token under the policy that sampled it, and its age in versions; `(B, T)` each.
+    """
+    logps = np.zeros((len(rollouts), num_columns), dtype=np.float32)
+    ages = np.zeros((len(rollouts), num_columns), dtype=np.int32)
+    for row, rollout in enumerate(rollouts):
+        stop = 0
+        for segment in rollout.segments:
+            start, stop = stop, stop + len(segment)
+            logps[row, start:stop] = segment.per_token_logps
+            ages[row, start:stop] = version - segment.policy_version
+    return logps, ages

@@ -11,6 +11,23 @@ from .pool import Finish, Outcome, RolloutGroup
 from .selection import is_decided
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one rank decoded in a round.
+
+    Args:
+        num_steps: Decode steps that its slots stood open for.
+        num_slots: Sequences that could decode in each.
+        busy_steps: Sequences that did decode, summed over the steps.
+        prefilled_tokens: Tokens of continued rollouts, prompts included, that were sent to the engine again.
+    """
+
+    num_steps: int
+    num_slots: int
+    busy_steps: int
+    prefilled_tokens: int
+
+
 @dataclass(slots=True)
 class StepReport:
     """What one rollout step did, over all ranks; times are this rank's.
@@ -20,8 +37,11 @@ class StepReport:
         decode_seconds: Spent decoding.
         score_seconds: Waited for rewards after decoding.
         exchange_seconds: Spent exchanging complete groups, waiting for slower ranks included.
+        bookkeeping_seconds: Spent on pools, schedule and exchange: neither decoding nor waiting for rewards.
         decoded_tokens: New tokens.
-        slot_tokens: Sequences times the longest new segment, summed over rounds: what the slots could have decoded.
+        busy_steps: Sequences that decoded, summed over decode steps.
+        slot_steps: Slots, summed over decode steps: what could have been decoded.
+        prefilled_tokens: Tokens of continued rollouts that were sent to the engine again.
         completed: Groups that became complete.
         fillers: Groups that are not trained on, unless the batch can't be filled without them.
         num_filled: How many of them the batch took.
@@ -31,11 +51,21 @@ class StepReport:
     decode_seconds: float = 0.0
     score_seconds: float = 0.0
     exchange_seconds: float = 0.0
+    bookkeeping_seconds: float = 0.0
     decoded_tokens: int = 0
-    slot_tokens: int = 0
+    busy_steps: int = 0
+    slot_steps: int = 0
+    prefilled_tokens: int = 0
     completed: list[RolloutGroup] = field(default_factory=list)
     fillers: list[tuple[RolloutGroup, Outcome]] = field(default_factory=list)
     num_filled: int = 0
+
+    def add_work(self, work: Sequence[Work]) -> None:
+        """Add what the ranks did in a round."""
+        self.busy_steps += sum(part.busy_steps for part in work)
+        # Ranks wait for the slowest one: its steps are what every slot stood open for.
+        self.slot_steps += max(part.num_steps for part in work) * sum(part.num_slots for part in work)
+        self.prefilled_tokens += sum(part.prefilled_tokens for part in work)
 
 
 def step_metrics(report: StepReport) -> dict[str, float]:
@@ -43,12 +73,14 @@ def step_metrics(report: StepReport) -> dict[str, float]:
     return {
         "rollout/rounds": float(report.num_rounds),
         # A step that found its batch in the pool decoded nothing: no slot stood open.
-        "rollout/occupancy": report.decoded_tokens / report.slot_tokens if report.slot_tokens else 1.0,
+        "rollout/occupancy": report.busy_steps / report.slot_steps if report.slot_steps else 1.0,
         "rollout/decoded_tokens": float(report.decoded_tokens),
+        "rollout/prefilled_tokens": float(report.prefilled_tokens),
         "rollout/filled_groups": float(report.num_filled),
         "rollout/decode_seconds": report.decode_seconds,
         "rollout/score_seconds": report.score_seconds,
         "rollout/exchange_seconds": report.exchange_seconds,
+        "rollout/bookkeeping_seconds": report.bookkeeping_seconds,
     }
 
 

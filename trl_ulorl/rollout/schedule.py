@@ -1,4 +1,4 @@
-"""Who decodes in a round, how far, and what is admitted: Algorithm 1's schedule as pure functions."""
+"""Who decodes in a round, how far, and what is admitted: Algorithm 1's schedule and the continuous one, pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class SegmentSchedule:
-    """The paper's schedule: every round decodes all unfinished rollouts and new prompts by one segment.
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What both schedules have in common: the size of a batch, and how many groups may be held for how long.
 
     A rollout step is one or more rounds under one policy, until a batch of complete groups is in hand.
 
     Args:
         groups_per_batch: Groups that one rollout step trains on.
-        segment_length: Most new tokens of a rollout in a round.
         max_inflight_groups: Most groups held, unfinished and ready together.
         max_staleness: Most versions between a group's first token and the last update on it; None for no bound.
         versions_per_batch: Optimizer steps that one batch feeds, rounded up.
-        is_on_policy: One segment only (TOIS): admit no more than the batch misses, so that nothing is carried over.
+        is_on_policy: One segment only (TOIS): nothing is carried over to the next policy.
     """
 
     groups_per_batch: int
-    segment_length: int
     max_inflight_groups: int
     max_staleness: int | None = None
     versions_per_batch: int = 1
@@ -44,21 +42,17 @@ class SegmentSchedule:
             return self.max_inflight_groups
         return min(self.max_inflight_groups, self.groups_per_batch * self.batches_left(0, 0))
 
-    def num_admissions(self, *, num_held: int, num_ready: int, num_batches_left: int | None = None) -> int:
-        """Count the prompts to admit in the next round.
+    def room(self, *, num_held: int, num_batches_left: int | None = None) -> int:
+        """Count the groups that may be admitted.
 
         Args:
             num_held: Groups held, unfinished and ready.
-            num_ready: Ready ones among them.
             num_batches_left: With `drain`, the batches still to be trained on, the current one included.
-
-        Returns:
-            A batch of prompts, or what there is room for.
         """
-        wanted = self.groups_per_batch - num_ready if self.is_on_policy else self.groups_per_batch
+        room = self.capacity - num_held
         if num_batches_left is not None:
-            wanted = min(wanted, num_batches_left * self.groups_per_batch - num_held)
-        return max(0, min(wanted, self.capacity - num_held))
+            room = min(room, num_batches_left * self.groups_per_batch - num_held)
+        return max(0, room)
 
     def num_due(self, admitted_versions: Sequence[int], version: int) -> int:
         """Count the oldest held groups that must be in the current batch, so that no later one breaks `max_staleness`.
@@ -72,7 +66,7 @@ class SegmentSchedule:
             version: Current policy version.
 
         Returns:
-            A number between 0 and `groups_per_batch`, as long as `num_admissions` was obeyed.
+            A number between 0 and `groups_per_batch`, as long as `room` was obeyed.
         """
         if self.max_staleness is None:
             return 0
@@ -82,10 +76,81 @@ class SegmentSchedule:
             due = max(due, index + 1 - self.groups_per_batch * later_batches)
         return due
 
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentSchedule(Schedule):
+    """The paper's schedule: every round decodes all unfinished rollouts and new prompts by one segment.
+
+    Args:
+        segment_length: Most new tokens of a rollout in a round.
+    """
+
+    segment_length: int
+
+    def num_admissions(self, *, num_held: int, num_ready: int, num_batches_left: int | None = None) -> int:
+        """Count the prompts to admit in the next round: a batch, or what there is room for.
+
+        An on-policy round admits no more than the batch misses.
+
+        Args:
+            num_held: Groups held, unfinished and ready.
+            num_ready: Ready ones among them.
+            num_batches_left: With `drain`, the batches still to be trained on, the current one included.
+        """
+        wanted = self.groups_per_batch - num_ready if self.is_on_policy else self.groups_per_batch
+        return max(0, min(wanted, self.room(num_held=num_held, num_batches_left=num_batches_left)))
+
     def token_budget(self, *, num_tokens: int, max_length: int, is_due: bool) -> int:
         """Return how many tokens a rollout may add in a round: a segment, or all that is left to its limit."""
         remaining = max_length - num_tokens
         return remaining if is_due else min(self.segment_length, remaining)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinuousSchedule(Schedule):
+    """A fixed number of slots, each of which decodes one rollout to its end and then takes up the next.
+
+    Nobody waits for the longest rollout, in no round: once a batch of groups is complete, the rest is interrupted, and
+    goes on under the next policy. A rollout is cut where an update happens to fall, not at a fixed length.
+
+    Args:
+        num_slots: Rollouts that decode at any time, on all ranks together.
+    """
+
+    num_slots: int
+
+    def admissions(self, num_open: Sequence[int], num_generations: int, room: int) -> list[int]:
+        """Choose the ranks that new prompts go to, so that each has unfinished rollouts for all of its slots.
+
+        Several ranks agree on admissions only every few decode steps, so each then gets a prompt in reserve.
+
+        Args:
+            num_open: Unfinished rollouts of each rank, those that wait for a slot included.
+            num_generations: Rollouts per prompt.
+            room: Most prompts to admit.
+
+        Returns:
+            The owner of each new prompt.
+
+        Example:
+            >>> schedule = ContinuousSchedule(groups_per_batch=1, max_inflight_groups=9, num_slots=4)
+            >>> schedule.admissions([3], 2, room=9), schedule.admissions([3, 0], 2, room=9)
+            ([0], [1, 1])
+        """
+        open_rollouts = list(num_open)
+        wanted = self.slots_of_rank(len(open_rollouts)) + (num_generations - 1 if len(open_rollouts) > 1 else 0)
+        owners: list[int] = []
+        while len(owners) < room:
+            owner = min(range(len(open_rollouts)), key=lambda rank: (open_rollouts[rank], rank))
+            if open_rollouts[owner] >= wanted:
+                break
+            open_rollouts[owner] += num_generations
+            owners.append(owner)
+        return owners
+
+    def slots_of_rank(self, num_ranks: int) -> int:
+        """Return the slots of each rank, rounded up."""
+        return -(-self.num_slots // num_ranks)
 
 
 def balanced_order(num_tokens: Sequence[int], num_ranks: int) -> list[int]:
