@@ -379,8 +379,25 @@ REFUSALS = {
     "no limit": ({"max_completion_length": None}, ["`max_completion_length` (None)", "at least 1"]),
     "continuous": (
         {"rollout_schedule": "continuous"},
-        ["`rollout_schedule='continuous'`", "stopped at any token", "Use `rollout_schedule='segment'`."],
+        ["`rollout_schedule='continuous'`", "gives back rollouts at any token", "Set `use_vllm=True`"],
     ),
+    "continuous on policy": (
+        {"rollout_schedule": "continuous", "use_vllm": True, "num_segments": 1},
+        ["`num_segments` (1)", "rollouts of one policy", "Set `num_segments` to 2 or more"],
+    ),
+    "more slots than rollouts": (
+        {"rollout_schedule": "continuous", "use_vllm": True, "rollout_slots": 33},
+        [
+            "`rollout_slots` (33)",
+            "the rollouts that may be held (32 = `max_inflight_groups` 8",
+            "raise `max_inflight_groups`",
+        ],
+    ),
+    "more slots than the staleness leaves room for": (
+        {"rollout_schedule": "continuous", "use_vllm": True, "rollout_slots": 20, "max_staleness": 1},
+        ["`rollout_slots` (20)", "(16 = `max_inflight_groups` 4", "Change it"],
+    ),
+    "no slots": ({"rollout_slots": 0}, ["`rollout_slots` (0)", "at least 1, or left out"]),
     "slots": (
         {"rollout_slots": 16},
         ["`rollout_slots` (16)", "belongs to `rollout_schedule='continuous'`", "`max_inflight_groups`"],
@@ -424,7 +441,26 @@ REFUSALS = {
     ),
     "negative temperature": ({"temperature": -1.0}, ["`temperature` (-1.0) must be positive"]),
     "undefined temperature": ({"temperature": math.nan}, ["`temperature` (nan) must be positive"]),
-    "vLLM": ({"use_vllm": True}, ["`use_vllm=True`", "transformers engine only", "Set `use_vllm=False`."]),
+    "vLLM's mode": ({"vllm_mode": "served"}, ["`vllm_mode` ('served')", "one of 'colocate', 'server'"]),
+    "sampling parameters behind the engine": (
+        {"use_vllm": True, "generation_kwargs": {"do_sample": True, "seed": 1}},
+        ["`generation_kwargs` holds ['do_sample', 'seed']", "take as `SamplingParams`", "fields of their own"],
+    ),
+    "structured outputs": (
+        {"use_vllm": True, "vllm_structured_outputs_regex": r"\d+"},
+        ["`vllm_structured_outputs_regex` ('\\\\d+')", "start again in every segment", "Remove it"],
+    ),
+    "no room in vLLM": (
+        {"use_vllm": True, "vllm_max_model_length": 64},
+        [
+            "`vllm_max_model_length` (64) leaves no room for a prompt before `max_completion_length` (64)",
+            "Set it to the longest prompt plus `max_completion_length`, or leave it out",
+        ],
+    ),
+    "uneven engines": (
+        {"use_vllm": True, "vllm_tensor_parallel_size": 2},
+        ["`vllm_tensor_parallel_size` (2) does not divide the number of processes (1)", "Change one of the two."],
+    ),
     "continuous batching": (
         {"use_transformers_continuous_batching": True},
         ["`use_transformers_continuous_batching=True`", "which segments need", "Leave it off."],
@@ -504,6 +540,47 @@ REFUSALS = {
     "no row": ({"decode_batch_size": 0}, ["`decode_batch_size` (0)", "at least 1, or left out"]),
     "schedule": ({"rollout_schedule": "async"}, ["`rollout_schedule` ('async')", "one of 'segment', 'continuous'"]),
 }
+
+
+@pytest.mark.parametrize(
+    ("fields", "slots", "inflight"),
+    [
+        ({}, 16, 8),  # two batches of eight rollouts; four batches of two groups
+        ({"rollout_slots": 24}, 24, 8),
+        ({"max_inflight_groups": 3}, 12, 3),
+        ({"max_staleness": 0}, 8, 2),
+    ],
+)
+def test_slots_and_groups_of_the_continuous_schedule(make, fields, slots, inflight):
+    config = make(rollout_schedule="continuous", use_vllm=True, **fields)
+    assert (config.rollout_slots, config.max_inflight_groups) == (slots, inflight)
+
+
+def test_a_tight_bound_does_not_slow_the_continuous_schedule_down(make):
+    """It cuts no segments, so no rollout is decoded to its end for the sake of fewer segments."""
+    assert own_warnings(make, max_staleness=1)
+    assert not own_warnings(make, rollout_schedule="continuous", use_vllm=True, max_staleness=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sequences"),
+    [
+        ({}, 32),  # four batches of two groups of four
+        ({"max_inflight_groups": 3}, 12),
+        ({"rollout_schedule": "continuous"}, 16),
+        ({"rollout_schedule": "continuous", "rollout_slots": 4}, 8),  # TRL's evaluation decodes a batch
+        ({"decode_batch_size": 5}, 5),
+    ],
+)
+def test_an_engine_has_room_for_every_rollout_in_flight(make, fields, sequences):
+    assert make(use_vllm=True, **fields).sequences_per_engine == sequences
+
+
+def test_rollouts_in_flight_are_shared_out_over_the_engines(make, monkeypatch):
+    monkeypatch.setattr(UloRLConfig, "world_size", 4)
+    assert make(use_vllm=True, max_inflight_groups=9).sequences_per_engine == 3 * 4
+    assert make(use_vllm=True, vllm_tensor_parallel_size=2, max_inflight_groups=9).sequences_per_engine == 5 * 4
+    assert make(use_vllm=True, vllm_tensor_parallel_size=2, decode_batch_size=5).sequences_per_engine == 10
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -599,6 +676,7 @@ def test_warning_where_staleness_brings_the_long_tail_back(make):
         {"max_staleness": 2, "num_iterations": 3, "num_segments": 1},
         {"overlong": "mask"},
         {"overlong": "soft", "overlong_cache_length": 64},
+        {"use_vllm": True, "vllm_max_model_length": 65},
     ],
 )
 def test_neighbours_of_refusals_are_allowed(make, fields):
