@@ -8,7 +8,7 @@ from conftest import make_dataset, make_model, make_tokenizer
 from transformers import ProgressCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_ulorl import UloRLConfig, UloRLTrainer
+from trl_ulorl import UloRLConfig, UloRLTrainer, microbatches
 from trl_ulorl.rollout.engine import DecodedSegment
 
 EOS = 1
@@ -49,6 +49,17 @@ class PreparedEngine:
         serial = self.serials[ids]
         self.serials[ids] += 1
         return {"prompt_length": len(ids), "ids": prepared_completion(ids, serial, self.scale)}
+
+
+def leave_padding(monkeypatch):
+    """Make micro-batches TRL's again: rows in their order, every column kept."""
+
+    def in_order(lengths, num_micro_batches):
+        size = len(lengths) // num_micro_batches
+        return [list(range(start, start + size)) for start in range(0, len(lengths), size)]
+
+    monkeypatch.setattr(microbatches, "dealt_rows", in_order)
+    monkeypatch.setattr(microbatches, "cut", lambda batch, **kwargs: batch)
 
 
 def length_reward(completions, **kwargs):

@@ -39,7 +39,12 @@ class UpdateSums:
         self._sums: Tensor | None = None
 
     def add(
-        self, inputs: Mapping[str, Tensor], per_token_logps: Tensor, entropies: Tensor, token_mask: Tensor | None
+        self,
+        inputs: Mapping[str, Tensor],
+        per_token_logps: Tensor,
+        entropies: Tensor,
+        token_mask: Tensor | None,
+        padding: Tensor,
     ) -> None:
         """Add a micro-batch.
 
@@ -49,6 +54,7 @@ class UpdateSums:
             per_token_logps: Current log-probabilities in nats, shape `(B, T)`.
             entropies: Current entropies in nats, shape `(B, T)`.
             token_mask: True where DMMPTs masked a token, shape `(B, T)`; None without masking.
+            padding: What `padding_counts` counted, shape `(3,)`.
         """
         mask = inputs["completion_mask"]
         importance = importance_sums_by_age(
@@ -60,7 +66,7 @@ class UpdateSums:
             epsilon_low=self._epsilon[0],
             epsilon_high=self._epsilon[1],
         )
-        parts = [importance.flatten()]
+        parts = [importance.flatten(), padding.to(importance)]
         if self._dmmpts is not None and token_mask is not None:
             negative = -inputs["advantages"]
             mastered_negative = mastered_positive_mask(per_token_logps, negative, mask, tau=self._dmmpts.tau)
@@ -90,7 +96,7 @@ class UpdateSums:
         return sums
 
     def metrics(self, sums: Tensor) -> dict[str, float]:
-        """Turn sums over all ranks into `importance/` and `dmmpts/` metrics."""
+        """Turn sums over all ranks into `importance/` and `dmmpts/` metrics, and those of the padding."""
         size = self._num_ages * NUM_STATS
         by_age = sums[:size].reshape(self._num_ages, NUM_STATS)
         metrics = importance_metrics(by_age)
@@ -98,8 +104,11 @@ class UpdateSums:
         for name in ("ratio", "kl", "clip_frac", "ess"):
             if f"importance/{name}" in stale:
                 metrics[f"importance/stale_{name}"] = stale[f"importance/{name}"]
+        cells, uncut_cells, tokens, *counts = sums[size:].tolist()
+        metrics["rollout/padding_ratio"] = cells / max(1.0, tokens)
+        metrics["rollout/padding_ratio_uncut"] = uncut_cells / max(1.0, tokens)
         if self._dmmpts is not None:
-            masked, tokens, low, responses, mastered_negative, negative = sums[size:].tolist()
+            masked, tokens, low, responses, mastered_negative, negative = counts
             metrics["dmmpts/masked_frac"] = masked / max(1.0, tokens)
             metrics["dmmpts/low_entropy_frac"] = low / max(1.0, responses)
             metrics["dmmpts/mastered_negative_frac"] = mastered_negative / max(1.0, negative)

@@ -9,7 +9,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conftest import make_dataset, make_model, make_tokenizer
-from helpers import arguments, length_reward
+from helpers import arguments, leave_padding, length_reward
+from pytest import MonkeyPatch
 from transformers import ProgressCallback
 
 from trl_ulorl import UloRLTrainer
@@ -24,7 +25,9 @@ def main(folder: Path, overrides: dict) -> None:
             raise ValueError("this rank's verifier is down")
         return length_reward(completions)
 
-    settings = {key: value for key, value in overrides.items() if key != "fails_on_rank"}
+    if overrides.get("leaves_padding"):
+        leave_padding(MonkeyPatch())
+    settings = {key: value for key, value in overrides.items() if key not in ("fails_on_rank", "leaves_padding")}
     args = arguments(folder, ddp_backend="gloo", **settings)
     trainer = UloRLTrainer(make_model(), reward, args, make_dataset(), processing_class=make_tokenizer())
     trainer.remove_callback(ProgressCallback)

@@ -50,3 +50,29 @@ def test_a_reward_that_raises_on_one_rank_does_not_stop_the_other(tmp_path):
     failed = [entry["verifier/failed"] for entry in ranks[0]["history"] if "verifier/failed" in entry]
     assert failed[-1] > 0
     assert ranks[0]["ledger"]["groups"]["set_aside"] + ranks[0]["history"][-2]["rollout/filled_groups"] > 0
+
+
+def test_each_rank_cuts_its_own_micro_batches(tmp_path):
+    """Widths differ between ranks, and TRL's metrics are still gathered; the update is the one of padded batches."""
+    settings = {
+        "num_segments": 2,
+        "max_inflight_groups": 8,
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "num_iterations": 2,
+    }
+    runs = {}
+    for leaves_padding in (False, True):
+        folder = tmp_path / str(leaves_padding)
+        folder.mkdir()
+        ranks = run_two_ranks(folder, leaves_padding=leaves_padding, **settings)
+        assert_ranks_agree(*ranks)
+        runs[leaves_padding] = ranks[0]
+    assert runs[False]["parameters"] == pytest.approx(runs[True]["parameters"], rel=1e-5, abs=1e-5)
+    for without, padded in zip(runs[False]["history"][:2], runs[True]["history"][:2], strict=True):
+        assert 1 <= without["rollout/padding_ratio"] < 0.9 * without["rollout/padding_ratio_uncut"]
+        assert padded["rollout/padding_ratio"] == padded["rollout/padding_ratio_uncut"]
+        assert padded["rollout/padding_ratio_uncut"] == without["rollout/padding_ratio_uncut"]

@@ -64,13 +64,14 @@ def test_wrapped_methods_have_the_signatures_that_the_seams_rely_on():
             "has_tool_images",
         ],
         "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
+        "_prepare_inputs": ["self", "generation_batch"],
         "_compute_loss": ["self", "model", "inputs"],
         "training_step": ["self", "model", "inputs", "num_items_in_batch"],
     }
     for name, parameter_names in expected.items():
         assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameter_names, name
-    first = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[:5]
-    assert first == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
+    first = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[:6]
+    assert first == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
     ours, theirs = (list(inspect.signature(cls.__init__).parameters) for cls in (UloRLTrainer, GRPOTrainer))
     assert set(ours) == set(theirs)
 

@@ -194,6 +194,7 @@ INPUTS = {
 }
 ENTROPIES = torch.tensor([[0.1, 0.1, 0.1], [0.5, 0.5, 99.0]])
 TOKEN_MASK = torch.tensor([[True, True, False], [False, False, False]])
+PADDING = torch.tensor([10.0, 24.0, 8.0])  # cells, cells before the cut, tokens: five of completions, three of prompts
 
 BY_HAND = {
     "importance/ratio": (1 + 1.9 + 1.25 + 1 + 0.5) / 5,
@@ -211,6 +212,8 @@ BY_HAND = {
     "importance/stale_ess": (1.9 + 1.25 + 0.5) ** 2 / (3 * (1.9**2 + 1.25**2 + 0.5**2)),
     "importance/on_policy_frac": 2 / 5,
     "importance/age_mean": (0 + 1 + 5 + 0 + 2) / 5,
+    "rollout/padding_ratio": 10 / 8,
+    "rollout/padding_ratio_uncut": 24 / 8,
     "dmmpts/masked_frac": 2 / 5,
     "dmmpts/low_entropy_frac": 1 / 2,
     "dmmpts/mastered_negative_frac": 1 / 2,  # the 0.95 of the negative response's two tokens; padding does not count
@@ -220,23 +223,23 @@ BY_HAND = {
 
 def test_metrics_by_hand():
     sums = update_sums()
-    sums.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK)
+    sums.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK, PADDING)
     metrics = sums.metrics(sums.take())
     assert {name: metrics[name] for name in BY_HAND} == pytest.approx(BY_HAND, rel=1e-5)
 
 
 def test_adding_up_over_micro_batches_changes_nothing():
     together, apart = update_sums(), update_sums()
-    together.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK)
+    together.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK, PADDING)
     for row in (slice(0, 1), slice(1, 2)):
-        apart.add({k: v[row] for k, v in INPUTS.items()}, CURRENT[row], ENTROPIES[row], TOKEN_MASK[row])
+        apart.add({k: v[row] for k, v in INPUTS.items()}, CURRENT[row], ENTROPIES[row], TOKEN_MASK[row], PADDING / 2)
     torch.testing.assert_close(apart.take(), together.take())
 
 
 def test_two_ranks_with_the_same_data_give_the_metrics_of_one():
     """Every metric is a mean or a share, so that doubled sums change none."""
     sums = update_sums()
-    sums.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK)
+    sums.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK, PADDING)
     of_one_rank = sums.take()
     assert sums.metrics(of_one_rank + of_one_rank) == pytest.approx(sums.metrics(of_one_rank))
 
@@ -251,32 +254,32 @@ def test_shares_weigh_tokens_and_not_micro_batches():
             "sampling_per_token_logps": torch.zeros(1, width),
             "token_ages": torch.zeros(1, width, dtype=torch.long),
         }
-        sums.add(inputs, torch.zeros(1, width), torch.zeros(1, width), torch.full((1, width), masked))
+        sums.add(inputs, torch.zeros(1, width), torch.zeros(1, width), torch.full((1, width), masked), PADDING)
     assert sums.metrics(sums.take())["dmmpts/masked_frac"] == pytest.approx(0.2)
 
 
 def test_take_starts_the_next_update():
     sums = update_sums()
-    sums.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK)
+    sums.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK, PADDING)
     first = sums.take()
     with pytest.raises(RuntimeError, match="the forward pass was not observed"):
         sums.take()
-    sums.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK)
+    sums.add(INPUTS, CURRENT, ENTROPIES, TOKEN_MASK, PADDING)
     torch.testing.assert_close(sums.take(), first)
 
 
 def test_without_dmmpts_its_metrics_are_left_out():
     sums = update_sums(dmmpts=None)
-    sums.add(INPUTS, CURRENT, ENTROPIES, None)
+    sums.add(INPUTS, CURRENT, ENTROPIES, None, PADDING)
     metrics = sums.metrics(sums.take())
-    assert {name.split("/")[0] for name in metrics} == {"importance"}
+    assert {name.split("/")[0] for name in metrics} == {"importance", "rollout"}
     assert metrics["importance/stale_ratio"] == pytest.approx(BY_HAND["importance/stale_ratio"])
 
 
 def test_on_policy_data_have_no_stale_metrics():
     sums = update_sums()
     inputs = {**INPUTS, "token_ages": torch.zeros(2, 3, dtype=torch.long)}
-    sums.add(inputs, CURRENT, ENTROPIES, TOKEN_MASK)
+    sums.add(inputs, CURRENT, ENTROPIES, TOKEN_MASK, PADDING)
     metrics = sums.metrics(sums.take())
     assert not [name for name in metrics if "stale" in name]
     assert metrics["importance/on_policy_frac"] == 1.0
@@ -286,7 +289,7 @@ def test_responses_without_tokens_count_nowhere():
     """`overlong="mask"` leaves truncated responses without a single token."""
     sums = update_sums()
     inputs = {**INPUTS, "completion_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}
-    sums.add(inputs, CURRENT, ENTROPIES, TOKEN_MASK)
+    sums.add(inputs, CURRENT, ENTROPIES, TOKEN_MASK, PADDING)
     metrics = sums.metrics(sums.take())
     assert metrics["dmmpts/masked_frac"] == pytest.approx(2 / 3)
     assert metrics["dmmpts/low_entropy_frac"] == 1.0

@@ -116,7 +116,7 @@ def metrics_of_an_update():
         "sampling_per_token_logps": -ones,
         "token_ages": torch.tensor([[0, 1, 2]]),
     }
-    sums.add(inputs, -ones, ones, torch.zeros(1, 3, dtype=torch.bool))
+    sums.add(inputs, -ones, ones, torch.zeros(1, 3, dtype=torch.bool), torch.ones(3))
     return [*sums.metrics(sums.take()), *importance_metrics(torch.ones(3, NUM_STATS))]
 
 

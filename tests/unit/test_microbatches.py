@@ -1,0 +1,259 @@
+"""Dealing rows and cutting columns: nothing but padding is lost, and every window keeps its rows."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import pad
+
+from trl_ulorl.microbatches import (
+    cut,
+    deal,
+    dealt_rows,
+    is_additive,
+    padding_counts,
+    scored_without_padding,
+    window_slots,
+)
+
+
+def make_batches(prompt_lengths, lengths, num_micro_batches, *, is_masked=()):
+    """Make TRL's micro-batches: prompts padded on the left, completions on the right, a value of its own per token."""
+    count, num_prompt_columns, num_columns = len(lengths), max(prompt_lengths), max(max(lengths), 1)
+    prompt_mask = torch.zeros(count, num_prompt_columns, dtype=torch.long)
+    mask, ids = (torch.zeros(count, num_columns, dtype=torch.long) for _ in range(2))
+    for row, (prompt_length, length) in enumerate(zip(prompt_lengths, lengths, strict=True)):
+        prompt_mask[row, num_prompt_columns - prompt_length :] = 1
+        ids[row, :length] = 1000 * (row + 1) + torch.arange(length)
+        mask[row, :length] = int(row not in is_masked)
+    batch = {
+        "prompt_ids": prompt_mask * torch.arange(1, count + 1).unsqueeze(1),
+        "prompt_mask": prompt_mask,
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": torch.arange(count).float(),
+        "old_per_token_logps": -ids.float(),
+        "sampling_per_token_logps": -2 * ids.float(),
+        "token_ages": ids.int(),
+        "importance_sampling_ratio": torch.arange(count).float().unsqueeze(1),  # one value per sequence
+    }
+    size = count // num_micro_batches
+    return [
+        {
+            **{name: value[start : start + size] for name, value in batch.items()},
+            "num_items_in_batch": mask.sum(),
+            "num_images": None,
+        }
+        for start in range(0, count, size)
+    ]
+
+
+def first_rows(batch, count):
+    return {name: value[:count] if torch.is_tensor(value) and value.dim() else value for name, value in batch.items()}
+
+
+def contents(batch):
+    """Return one entry per row with all that it holds: the tokens of every matrix, and the row's own values."""
+    rows = []
+    for row in range(len(batch["advantages"])):
+        real, prompt = batch["completion_mask"][row].bool(), batch["prompt_mask"][row].bool()
+        per_token = ("completion_ids", "old_per_token_logps", "sampling_per_token_logps", "token_ages")
+        rows.append(
+            (
+                tuple(batch["prompt_ids"][row][prompt].tolist()),
+                *(tuple(batch[name][row][real].tolist()) for name in per_token),
+                batch["advantages"][row].item(),
+                batch["importance_sampling_ratio"][row].item(),
+            )
+        )
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "window_starts", "expected"),
+    [
+        (2, [0, 2, 4], [(0, 2), (0, 2), (0, 2), (0, 2)]),  # a batch is a window
+        (4, [0, 2, 4], [(0, 2), (0, 2), (2, 4), (2, 4)]),  # a batch feeds several windows
+        (2, [0, 4], [(0, 2), (0, 2), (0, 2), (0, 2)]),  # a window spans two batches, or two passes over one
+        (3, [0, 2, 4, 6], [(0, 2), (0, 2), (2, 3), (0, 1), (1, 3), (1, 3)]),  # they don't align
+        (4, [0, 3, 4], [(0, 3), (0, 3), (0, 3), (3, 4)]),  # the last window of an epoch is short
+        (1, [0, 1], [(0, 1)]),
+    ],
+)
+def test_slots_of_a_window(num_slots, window_starts, expected):
+    for step, (first, last) in enumerate(expected):
+        start = max(s for s in window_starts if s <= step)
+        end = min(s for s in window_starts if s > step)
+        slots = window_slots(step, window_start=start, window_length=end - start, num_slots=num_slots)
+        assert slots == range(first, last), step
+
+
+# ------------------------------------------------------------------------------------------------------------- dealing
+
+
+def test_rows_are_dealt_longest_first():
+    assert dealt_rows([3, 9, 1, 8, 4, 2], 3) == [[1, 3], [4, 0], [5, 2]]
+
+
+def test_rows_of_equal_length_keep_their_order():
+    assert dealt_rows([5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
+
+
+def test_rows_without_a_token_are_spread():
+    assert dealt_rows([0, 7, 0, 0, 9, 8, 6, 0, 0], 3) == [[4, 5, 3], [1, 2, 8], [6, 0, 7]]
+    assert dealt_rows([0, 0, 0, 5], 2) == [[3, 1], [0, 2]]
+    assert dealt_rows([0] * 4, 2) == [[1, 3], [0, 2]]
+
+
+def test_dealt_micro_batches_by_hand():
+    batches = make_batches([1, 2, 3, 1], [2, 6, 5, 3], 2)
+    first, second = (deal(batches, index) for index in range(2))
+    assert first["advantages"].tolist() == [1, 2] and second["advantages"].tolist() == [3, 0]
+    assert first["completion_ids"][:, 0].tolist() == [2000, 3000]
+    assert first["num_items_in_batch"] == 16 and first["num_images"] is None
+    assert cut(first)["completion_ids"].shape == (2, 6) and cut(first)["prompt_ids"].shape == (2, 3)
+    assert cut(second)["completion_ids"].shape == (2, 3) and cut(second)["prompt_ids"].shape == (2, 1)
+    assert batches[0]["advantages"].tolist() == [0, 1], "the buffer must stay as it is"
+
+
+# ------------------------------------------------------------------------------------------------------------- cutting
+
+
+def test_every_matrix_is_cut_and_nothing_else():
+    (batch,) = make_batches([2, 3], [2, 4], 1)
+    once_per_row = ("advantages", "importance_sampling_ratio", "num_items_in_batch", "num_images")
+    wide = {
+        name: value if name in once_per_row else pad(value, (5, 0) if name.startswith("prompt") else (0, 7))
+        for name, value in batch.items()
+    }
+    assert wide["prompt_ids"].shape == (2, 8) and wide["token_ages"].shape == (2, 11)
+    narrow = cut(wide)
+    assert list(narrow) == list(batch)
+    for name in batch.keys() - {"num_images"}:
+        torch.testing.assert_close(narrow[name], batch[name], rtol=0, atol=0)
+
+
+def test_prompts_as_wide_as_completions_are_told_apart_by_name():
+    (batch,) = make_batches([1, 4], [1, 4], 1)
+    narrow = cut(first_rows(batch, 1))
+    assert narrow["prompt_ids"].tolist() == [[1]] and narrow["completion_ids"].tolist() == [[1000, 0]]
+
+
+def test_a_masked_completion_widens_nothing():
+    (batch,) = make_batches([1, 1], [3, 9], 1, is_masked=[1])
+    assert cut(batch)["completion_ids"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1], [3, 3]])
+def test_two_columns_are_left(lengths):
+    """TRL reads one column as one value per sequence, and `[:, -0:]` keeps all."""
+    is_masked = [0, 1] if lengths == [3, 3] else []
+    (batch,) = make_batches([1, 1, 1], [*lengths, 5], 1, is_masked=is_masked)
+    narrow = cut(first_rows(batch, 2))
+    assert narrow["completion_ids"].shape == (2, 2)
+
+
+def test_widths_are_multiples_where_asked():
+    (batch,) = make_batches([1, 5, 8], [3, 5, 16], 1)
+    narrow = cut(first_rows(batch, 2), pad_to_multiple_of=8)
+    assert narrow["prompt_ids"].shape == (2, 8) and narrow["completion_ids"].shape == (2, 8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_property_only_padding_is_lost(data):
+    num_micro_batches, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    count = num_micro_batches * size
+    prompt_lengths = data.draw(st.lists(st.integers(1, 5), min_size=count, max_size=count))
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=count, max_size=count))
+    is_masked = data.draw(st.sets(st.integers(0, count - 1)))
+    batches = make_batches(prompt_lengths, lengths, num_micro_batches, is_masked=is_masked)
+    multiple = data.draw(st.sampled_from([None, 4]))
+    dealt = [cut(deal(batches, index), pad_to_multiple_of=multiple) for index in range(num_micro_batches)]
+    before, after = ([row for batch in each for row in contents(batch)] for each in (batches, dealt))
+    assert Counter(before) == Counter(after)
+    widths = []
+    for batch in dealt:
+        assert len(batch["advantages"]) == size
+        shapes = {
+            batch[name].shape for name in ("completion_ids", "completion_mask", "old_per_token_logps", "token_ages")
+        }
+        assert len(shapes) == 1 and batch["prompt_ids"].shape == batch["prompt_mask"].shape
+        widths.append(batch["completion_ids"].size(1))
+        needed = max(2, int(batch["completion_mask"].sum(1).max()))
+        assert widths[-1] <= max(lengths) and (multiple or widths[-1] <= needed)
+    assert widths == sorted(widths, reverse=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- scoring
+
+
+def test_scoring_puts_every_value_in_its_place():
+    (batch,) = make_batches([1, 4, 2, 3], [3, 9, 2, 5], 1, is_masked=[3])
+    calls = []
+
+    def score(ids, mask, num_columns):
+        calls.append((tuple(ids.shape), num_columns))
+        return (ids * mask)[:, -num_columns:].double()
+
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    scores = scored_without_padding(score, ids, mask, 9, batch_size=2)
+    torch.testing.assert_close(scores, (batch["completion_ids"] * batch["completion_mask"]).double())
+    assert calls == [((2, 4 + 9), 9), ((2, 3 + 2), 2)]  # 9 and 3, then 2 and the masked one
+
+
+# ------------------------------------------------------------------------------------------------------------- padding
+
+
+def test_padding_counts_by_hand():
+    (batch,) = make_batches([1, 2], [3, 1], 1)
+    assert padding_counts(batch, 12).tolist() == [2 * (2 + 3), 2 * 12, 3 + 4]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "changed", "expected"),
+    [
+        *((name, {}, True) for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")),
+        ("bnpo", {}, False),
+        ("a later loss", {}, False),
+        ("dapo", {"has_entropy_bonus": True}, False),
+        ("dapo", {"has_auxiliary_loss": True}, False),
+        ("dapo", {"top_entropy_quantile": 0.2}, False),
+    ],
+)
+def test_losses_that_dealing_leaves_alone(loss_type, changed, expected):
+    plain = {"has_entropy_bonus": False, "has_auxiliary_loss": False, "top_entropy_quantile": 1.0}
+    assert is_additive(loss_type, **{**plain, **changed}) is expected
+
+
+def ratios(rng, num_rows, size):
+    """Return stock's padded over real tokens and ours, for log-normal lengths whose p99 is above 4 times the median."""
+    prompts = np.repeat(rng.integers(10, 40, num_rows // 8), 8)
+    # Four fifths stay under half of the limit.
+    lengths = np.minimum(np.ceil(500 * rng.lognormal(0, 0.8, num_rows)), 2100).astype(int)
+    order = rng.permutation(num_rows)
+    num_micro_batches = num_rows // size
+    batches = make_batches(prompts[order].tolist(), lengths[order].tolist(), num_micro_batches)
+    columns = batches[0]["prompt_ids"].size(1) + batches[0]["completion_ids"].size(1)
+    counts = sum(padding_counts(cut(deal(batches, i)), columns) for i in range(num_micro_batches))
+    cells, uncut_cells, tokens = counts.tolist()
+    return uncut_cells / tokens, cells / tokens
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "bound"),
+    # What is left is the spread of lengths within a micro-batch: the more of a window's rows it holds, the wider.
+    [(32, 1, 1.0), (32, 2, 1.07), (32, 4, 1.2), (32, 8, 1.4), (64, 4, 1.1), (128, 8, 1.12)],
+)
+def test_padding_of_a_long_tail(num_rows, size, bound):
+    rng = np.random.default_rng(0)
+    stock, ours = np.mean([ratios(rng, num_rows, size) for _ in range(20)], axis=0)
+    assert 2.4 < stock < 3.5
+    assert ours <= bound
