@@ -129,7 +129,7 @@ class UloRLConfig(GRPOConfig):
     max_inflight_groups: int | None = field(
         default=None,
         metadata={
-            "help": "Most groups held, unfinished and ready together. None: num_segments batches, or 4 ('continuous')."
+            "help": "Most groups held, unfinished and ready together. None: num_segments batches, or what the slots need."
         },
     )
     max_staleness: int | None = field(

@@ -10,6 +10,8 @@ import math
 import warnings
 from typing import TYPE_CHECKING
 
+from .rollout.schedule import ContinuousSchedule
+
 if TYPE_CHECKING:
     from .config import UloRLConfig
 
@@ -47,7 +49,6 @@ _ALLOWED_GENERATION_KWARGS = (
     "prefill_chunk_size",
     "disable_compile",
 )
-_CONTINUOUS_BATCHES = 4  # batches of groups in flight under the continuous schedule
 _LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -185,7 +186,11 @@ def check_inflight(config: UloRLConfig) -> None:
             f"`generation_batch_size` {config.generation_batch_size} / `num_generations` {config.num_generations}), or "
             "no batch could ever be filled. Raise it, or leave it out."
         )
-    default = batch * (config.num_segments if config.rollout_schedule == "segment" else _CONTINUOUS_BATCHES)
+    if config.rollout_schedule == "segment":
+        default = config.num_segments * batch
+    else:
+        slots = config.rollout_slots or 2 * config.generation_batch_size
+        default = ContinuousSchedule.inflight_groups(slots, config.num_generations, batch)
     if config.max_staleness is None:
         config.max_inflight_groups = config.max_inflight_groups or default
     else:

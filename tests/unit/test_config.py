@@ -386,7 +386,7 @@ REFUSALS = {
         ["`num_segments` (1)", "rollouts of one policy", "Set `num_segments` to 2 or more"],
     ),
     "more slots than rollouts": (
-        {"rollout_schedule": "continuous", "use_vllm": True, "rollout_slots": 33},
+        {"rollout_schedule": "continuous", "use_vllm": True, "rollout_slots": 33, "max_inflight_groups": 8},
         [
             "`rollout_slots` (33)",
             "the rollouts that may be held (32 = `max_inflight_groups` 8",
@@ -545,8 +545,8 @@ REFUSALS = {
 @pytest.mark.parametrize(
     ("fields", "slots", "inflight"),
     [
-        ({}, 16, 8),  # two batches of eight rollouts; four batches of two groups
-        ({"rollout_slots": 24}, 24, 8),
+        ({}, 16, 12),  # two batches of eight rollouts; a batch of two groups, and 2.5 for each four slots
+        ({"rollout_slots": 24}, 24, 17),
         ({"max_inflight_groups": 3}, 12, 3),
         ({"max_staleness": 0}, 8, 2),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -150,7 +151,16 @@ class ContinuousSchedule(Schedule):
 
     def slots_of_rank(self, num_ranks: int) -> int:
         """Return the slots of each rank, rounded up."""
-        return -(-self.num_slots // num_ranks)
+        return math.ceil(self.num_slots / num_ranks)
+
+    @staticmethod
+    def inflight_groups(num_slots: int, num_generations: int, groups_per_batch: int) -> int:
+        """Return how many groups must be held so that the slots hardly ever stand empty.
+
+        Finished rollouts wait for their siblings, so there are more groups in flight than the slots could hold alone:
+        with log-normal lengths about two and a half times as many, and the batch that is being completed.
+        """
+        return groups_per_batch + math.ceil(2.5 * num_slots / num_generations)
 
 
 def balanced_order(num_tokens: Sequence[int], num_ranks: int) -> list[int]:
