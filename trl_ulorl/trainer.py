@@ -63,7 +63,8 @@ from .rollout.segmented import SegmentCollector
 from .rollout.state import FOLDER, load_state, pack_batches, save_state, unpack_batches, write_json
 from .rollout.transformers import TransformersEngine
 from .rollout.vllm import ColocatedEngine, SegmentVLLM, replaced_vllm_generation
-from .rollout.vllm_server import ServedEngine, ServedVLLM
+from .rollout.vllm_client import ServedEngine
+from .rollout.vllm_server import ServedVLLM
 from .rows import PromptRows
 
 _TOTALS = ("verifier/failed", "rollout/epoch")  # besides the ledger's
@@ -321,9 +322,7 @@ class UloRLTrainer(GRPOTrainer):
         if args.rollout_schedule == "continuous":
             assert args.rollout_slots is not None
             return ContinuousCollector(schedule=ContinuousSchedule(**bounds, num_slots=args.rollout_slots), **parts)
-        schedule = SegmentSchedule(
-            **bounds, segment_length=args.segment_length, is_on_policy=args.num_segments == 1
-        )
+        schedule = SegmentSchedule(**bounds, segment_length=args.segment_length, is_on_policy=args.num_segments == 1)
         return SegmentCollector(schedule=schedule, **parts)
 
     def _build_engine(self) -> SegmentEngine:

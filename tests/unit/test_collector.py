@@ -27,8 +27,8 @@ from trl_ulorl.rollout.pool import Finish, Outcome
 from trl_ulorl.rollout.prompts import PromptStream
 from trl_ulorl.rollout.schedule import ContinuousSchedule, SegmentSchedule
 from trl_ulorl.rollout.scoring import RewardInput, RewardScorer, RewardSource
-from trl_ulorl.rollout.selection import has_baseline, is_mixed
 from trl_ulorl.rollout.segmented import SegmentCollector
+from trl_ulorl.rollout.selection import has_baseline, is_mixed
 from trl_ulorl.rollout.simulated import EOS_ID, SERIAL_BASE, SimulatedEngine
 
 fuzz = settings(deadline=None, derandomize=True, max_examples=30)
@@ -206,8 +206,11 @@ class Run:
             "versions_per_batch": versions_per_batch,
         }
         if num_slots is None:
-            collector_type, self.schedule = SegmentCollector, SegmentSchedule(
-                **bounds, segment_length=math.ceil(cap / num_segments), is_on_policy=num_segments == 1
+            collector_type, self.schedule = (
+                SegmentCollector,
+                SegmentSchedule(
+                    **bounds, segment_length=math.ceil(cap / num_segments), is_on_policy=num_segments == 1
+                ),
             )
         else:
             collector_type, self.schedule = ContinuousCollector, ContinuousSchedule(**bounds, num_slots=num_slots)

@@ -15,7 +15,6 @@ from test_collector import (
     mixed,
     own_tokens,
     packed,
-    plan_groups,
     raising,
     run_ranks,
     steps,

@@ -121,8 +121,10 @@ class SegmentVLLM(VLLMGeneration):
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Have vLLM ready to decode: ranks that share an engine in step, its memory mapped, the policy's weights in it."""
-        if self.tensor_parallel_size > 1:
-            self._align_ranks()
+        self._align_generators()
+        if is_peft_model(self.model) and self.tensor_parallel_size > 1 and self.accelerator.device.type == "cuda":
+            # As in the parent's `generate`: NCCL may hang otherwise, https://github.com/huggingface/trl/issues/3671
+            torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
         if not self.enable_sleep_mode:
             yield
             return
@@ -135,15 +137,21 @@ class SegmentVLLM(VLLMGeneration):
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
 
-    def _align_ranks(self) -> None:
-        if is_peft_model(self.model) and self.accelerator.device.type == "cuda":
-            # As in the parent's `generate`: NCCL may hang otherwise, https://github.com/huggingface/trl/issues/3671
-            torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
-        # Every rank of the group draws the samples for itself from torch's generator, which the trainer uses too: after
-        # dropout on batches of unequal size they would draw different tokens.
-        seed = [int(torch.randint(2**31, ()))]
-        torch.distributed.broadcast_object_list(seed, group=self.tp_group, group_src=0)
-        torch.manual_seed(seed[0])
+    def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Generate as the parent does, for its evaluation."""
+        self._align_generators()
+        return super().generate(*args, **kwargs)
+
+    def _align_generators(self) -> None:
+        """Seed torch alike on the ranks that share an engine.
+
+        Each of them draws the samples for itself, from torch's generator, which the trainer uses too. After dropout on
+        batches of unequal size they would draw different tokens, and go on with a sequence that is none of theirs.
+        """
+        if self.tensor_parallel_size > 1:
+            seed = [int(torch.randint(2**31, ()))]
+            torch.distributed.broadcast_object_list(seed, group=self.tp_group, group_src=0)
+            torch.manual_seed(seed[0])
 
 
 def _position_overrides(policy_config: Any) -> Callable[[Any], Any]:
