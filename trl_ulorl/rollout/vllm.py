@@ -7,9 +7,8 @@ driver that takes up and gives back sequences at any token.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -200,22 +199,18 @@ class ColocatedEngine:
         """Continue every request by sampling; each result comes in the step in which it ends."""
         for request in requests:
             self._check_length(request)
-        # Nothing here is stopped before its end, so vLLM need not report every token: a sixth less time on a tiny model.
-        with self._open(reports_every_token=False) as stream:
+        with self.stream() as stream:
             for index, request in enumerate(requests):
                 stream.submit(index, request)
             while stream.num_running:
                 yield from stream.step()
 
-    def stream(self) -> AbstractContextManager[VLLMStream]:
-        """Open a stream under the current weights; leaving it stops what still decodes."""
-        return self._open(reports_every_token=True)
-
     @contextmanager
-    def _open(self, *, reports_every_token: bool) -> Iterator[VLLMStream]:
+    def stream(self) -> Iterator[VLLMStream]:
+        """Open a stream under the current weights; leaving it stops what still decodes."""
         self._sync_weights()
         with self._generation.awake():
-            stream = VLLMStream(self, reports_every_token=reports_every_token)
+            stream = VLLMStream(self)
             try:
                 yield stream
             finally:
@@ -229,7 +224,7 @@ class ColocatedEngine:
                 "out for the model's own limit."
             )
 
-    def _sampling_params(self, max_new_tokens: int, *, reports_every_token: bool) -> Any:
+    def _sampling_params(self, max_new_tokens: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -246,37 +241,9 @@ class ColocatedEngine:
             stop_token_ids=list(self._eos_token_ids),
             ignore_eos=True,  # those above are the only ones
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA if reports_every_token else RequestOutputKind.FINAL_ONLY,
+            # A report of every token would take a tenth of the time on a tiny model.
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-
-class _Running:
-    """A sequence that decodes, and what it has got so far."""
-
-    __slots__ = ("key", "num_prefix_tokens", "per_token_logps", "token_ids")
-
-    def __init__(self, key: int, num_prefix_tokens: int) -> None:
-        self.key = key
-        self.num_prefix_tokens = num_prefix_tokens
-        self.token_ids = array("i")
-        self.per_token_logps = array("f")
-
-    def extend(self, token_ids: Sequence[int], logprobs: Any) -> None:
-        """Append what vLLM returned for a step."""
-        self.token_ids.extend(token_ids)
-        if logprobs is not None:
-            self.per_token_logps.extend(logprobs.logprobs)
-
-    def segment(self, eos_token_ids: Sequence[int]) -> DecodedSegment:
-        token_ids = np.frombuffer(self.token_ids, dtype=np.int32)
-        per_token_logps = np.frombuffer(self.per_token_logps, dtype=np.float32)
-        if token_ids.size != per_token_logps.size or not np.isfinite(per_token_logps).all():
-            raise RuntimeError(
-                f"vLLM returned {token_ids.size} tokens with {np.isfinite(per_token_logps).sum()} finite log-probabilities. "
-                "NaN means that the forward pass broke down: check the weights and the precision of the model. Missing "
-                "ones mean that this vLLM release is not supported: see the extra `vllm` in pyproject.toml."
-            )
-        return DecodedSegment(self.key, token_ids, per_token_logps, is_stopped=int(token_ids[-1]) in eos_token_ids)
 
 
 class VLLMStream:
@@ -284,69 +251,88 @@ class VLLMStream:
 
     Args:
         engine: Whose settings it uses and whose counts it adds to.
-        reports_every_token: Whether vLLM tells of each token as it comes, which `interrupt` needs.
 
     Attributes:
         num_steps: Decode steps taken so far.
     """
 
-    def __init__(self, engine: ColocatedEngine, *, reports_every_token: bool) -> None:
+    def __init__(self, engine: ColocatedEngine) -> None:
         self.num_steps = 0
         self._engine = engine
-        self._reports_every_token = reports_every_token
         self._llm_engine = engine._generation.llm.llm_engine
-        self._running: dict[str, _Running] = {}
+        self._keys: dict[str, int] = {}  # of the sequences that have not ended, by vLLM's name
         self._serials = itertools.count()
 
     @property
     def num_running(self) -> int:
         """Sequences that have not ended."""
-        return len(self._running)
+        return len(self._keys)
 
     def submit(self, key: int, request: DecodeRequest) -> None:
         """Start to decode a sequence; its results carry `key` as their `request_index`."""
         self._engine._check_length(request)
         name = str(next(self._serials))
-        self._llm_engine.add_request(
-            name,
-            {"prompt_token_ids": request.token_ids.tolist()},
-            self._engine._sampling_params(request.max_new_tokens, reports_every_token=self._reports_every_token),
-        )
-        self._running[name] = _Running(key, request.token_ids.size)
+        prompt = {"prompt_token_ids": request.token_ids.tolist()}
+        self._llm_engine.add_request(name, prompt, self._engine._sampling_params(request.max_new_tokens))
+        self._keys[name] = key
 
     def step(self) -> list[DecodedSegment]:
         """Decode on for one step, and return the sequences that have ended or used up their budget."""
         self.num_steps += 1
-        ended = []
-        for output in self._llm_engine.step():
-            running = self._running[output.request_id]
-            if not running.token_ids:
-                self._engine.num_cached_tokens += output.num_cached_tokens
-                self._engine.num_prefilled_tokens += running.num_prefix_tokens - output.num_cached_tokens
-            running.extend(output.outputs[0].token_ids, output.outputs[0].logprobs)
-            if output.finished:
-                if output.outputs[0].finish_reason not in ("stop", "length"):
-                    raise RuntimeError(
-                        f"vLLM gave a sequence up after {len(running.token_ids)} tokens ({output.outputs[0].finish_reason}): "
-                        "see its log above for the reason."
-                    )
-                del self._running[output.request_id]
-                ended.append(running.segment(self._engine._eos_token_ids))
-        return ended
+        return [self._segment(output) for output in self._llm_engine.step()]
 
     def interrupt(self) -> list[DecodedSegment]:
         """Stop every sequence and return what each has so far; one that has no new token yet is left out."""
-        return [each.segment(self._engine._eos_token_ids) for each in self._stop() if each.token_ids]
+        stopped = self._stop()
+        return [self._segment(output) for output in stopped if output.outputs[0].token_ids]
 
     def close(self) -> None:
         """Stop every sequence, and let vLLM finish the step that it may have begun ahead."""
         self._stop()
+        self._keys.clear()
         self._llm_engine.step()
 
-    def _stop(self) -> list[_Running]:
-        running, self._running = self._running, {}
-        for name in running:
+    def _stop(self) -> list[Any]:
+        """Have vLLM give up every sequence, and return its report on each.
+
+        It has a last report for requests that are served from a queue, and else throws away what it has.
+        """
+        inbox = _Inbox()
+        for state in self._llm_engine.output_processor.request_states.values():
+            state.queue = inbox
+        for name in self._keys:
             # One by one: vLLM would go through a set, whose order differs between the ranks of a tensor-parallel group,
             # and with it what their caches drop first.
             self._llm_engine.abort_request([name])
-        return list(running.values())
+        return inbox.outputs
+
+    def _segment(self, output: Any) -> DecodedSegment:
+        key = self._keys.pop(output.request_id)
+        self._engine.num_cached_tokens += output.num_cached_tokens
+        self._engine.num_prefilled_tokens += len(output.prompt_token_ids) - output.num_cached_tokens
+        (completion,) = output.outputs
+        if completion.finish_reason not in ("stop", "length", "abort"):
+            raise RuntimeError(
+                f"vLLM gave a sequence up after {len(completion.token_ids)} tokens ({completion.finish_reason}): see its "
+                "log above for the reason."
+            )
+        token_ids = np.array(completion.token_ids, dtype=np.int32)
+        per_token_logps = np.array(completion.logprobs.logprobs, dtype=np.float32)
+        if token_ids.size != per_token_logps.size or not np.isfinite(per_token_logps).all():
+            raise RuntimeError(
+                f"vLLM returned {token_ids.size} tokens with {np.isfinite(per_token_logps).sum()} finite log-probabilities. "
+                "NaN means that the forward pass broke down: check the weights and the precision of the model. Missing "
+                "ones mean that this vLLM release is not supported: see the extra `vllm` in pyproject.toml."
+            )
+        is_stopped = int(token_ids[-1]) in self._engine._eos_token_ids
+        return DecodedSegment(key, token_ids, per_token_logps, is_stopped)
+
+
+class _Inbox:
+    """What vLLM takes for a queue of reports."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def put(self, output: Any) -> None:
+        self.outputs.append(output)
