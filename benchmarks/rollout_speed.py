@@ -57,7 +57,7 @@ from typing import Any
 import numpy as np
 
 GENERATIONS = 8
-MICRO_BATCH = 2  # rows of a backward pass, in every arm
+MICRO_BATCHES = 16  # backward passes of an update, in every arm: 2 rows each in the main setting
 ARMS = (
     "trl",
     "segments_1",
@@ -77,6 +77,8 @@ LEARNING_RATE = 5e-5
 LEARNING_WARMUP_STEPS = 5
 CURVE_SIZES = (1, 8, 16, 32, 64, 128, 256)
 CURVE_STEPS = 16
+CURVE_CONTEXT = 60  # tokens before them, about what rollouts have on average
+PREFILL_STEPS = 6  # more than vLLM takes to compute those of all sequences, at 4,096 tokens a step
 HELD_OUT = 256
 TRIES = 4
 
@@ -176,14 +178,13 @@ class Worker:
         self._reply({"ready": True})
 
     def _build(self, arm: str, seed: int) -> Any:
-        from transformers import ProgressCallback
+        from transformers import PrinterCallback
         from trl import GRPOConfig, GRPOTrainer
 
         from trl_ulorl import UloRLConfig, UloRLTrainer
         from trl_ulorl.data.arithmetic import embedded_model_path
         from trl_ulorl.rollout.vllm import SegmentVLLM, replaced_vllm_generation
 
-        accumulation = self.setting.groups * GENERATIONS // MICRO_BATCH
         arguments: dict[str, Any] = {
             "output_dir": tempfile.mkdtemp(prefix="rollout_speed_"),
             "use_cpu": True,
@@ -197,8 +198,8 @@ class Worker:
             "max_steps": 10**6,  # the parent ends it
             "seed": seed,
             "shuffle_dataset": False,  # so that every arm takes the same problems in the same order
-            "per_device_train_batch_size": MICRO_BATCH,
-            "gradient_accumulation_steps": accumulation,
+            "per_device_train_batch_size": self.setting.groups * GENERATIONS // MICRO_BATCHES,
+            "gradient_accumulation_steps": MICRO_BATCHES,
             "num_generations": GENERATIONS,
             "max_completion_length": self.setting.max_completion_length,
             "temperature": 0.85,
@@ -215,7 +216,7 @@ class Worker:
         else:
             arguments |= {"dynamic_sampling": False, "dmmpts": None, **schedule_arguments(arm, self.setting)}
             trainer = UloRLTrainer(embedded_model_path(), self.reward, UloRLConfig(**arguments), data)
-        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
         return trainer
 
     def _attach(self) -> None:
@@ -241,7 +242,7 @@ class Worker:
             (trainer, ("_add_sampling_data", "_log_metrics", "_append_metrics")),
             (trainer._collector, ("finish_batch", "ledger_balance")),
             (trainer._update_sums, ("add", "take", "metrics")),
-            (microbatches, ("deal", "cut", "padding_counts")),
+            (microbatches, ("dealt_window", "deal", "cut", "padding_counts")),
         ):
             for name in names:
                 setattr(owner, name, self._timed("bookkeeping_seconds", getattr(owner, name)))
@@ -394,9 +395,8 @@ class Worker:
         from trl_ulorl.rollout.vllm import ColocatedEngine
 
         trainer = self.trainer
-        engine = ColocatedEngine(
-            trainer.vllm_generation, sync_weights=lambda: None, eos_token_ids=()
-        )  # none ends early
+        never = ()  # so that no sequence ends early
+        engine = ColocatedEngine(trainer.vllm_generation, sync_weights=lambda: None, eos_token_ids=never)
         rows = trainer._tokenized(list(trainer.train_dataset["prompt"][:1024]))
         tokens = np.concatenate(rows).astype(np.int32)
 
@@ -407,10 +407,10 @@ class Worker:
         curve: dict[str, float] = {}
         for size in CURVE_SIZES:
             with engine.stream() as stream:
-                for key, prefix in enumerate(prefixes(size, 40)):
-                    stream.submit(key, DecodeRequest(prefix, CURVE_STEPS + 4))
-                stream.step()
-                stream.step()
+                for key, prefix in enumerate(prefixes(size, CURVE_CONTEXT)):
+                    stream.submit(key, DecodeRequest(prefix, CURVE_STEPS + PREFILL_STEPS + 1))
+                for _ in range(PREFILL_STEPS):
+                    stream.step()
                 curve[str(size)] = min_half_mean([timed(stream.step) for _ in range(CURVE_STEPS)])
         request_seconds = {}
         for length in (16, 112):
@@ -432,12 +432,8 @@ def schedule_arguments(arm: str, setting: Setting) -> dict[str, Any]:
     """Return what makes an arm of `UloRLConfig`; the engine has room for the largest size of the decode curve."""
     room = {"decode_batch_size": max(CURVE_SIZES)} if setting.groups <= 8 else {}
     if arm in SLOT_BATCHES:
-        batches = SLOT_BATCHES[arm]
-        return {
-            "rollout_schedule": "continuous",
-            "rollout_slots": batches * setting.groups * GENERATIONS,
-            **room,
-        }
+        slots = SLOT_BATCHES[arm] * setting.groups * GENERATIONS
+        return {"rollout_schedule": "continuous", "rollout_slots": slots, **room}
     return {"num_segments": int(arm.removeprefix("segments_")), **room}
 
 

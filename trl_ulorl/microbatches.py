@@ -87,21 +87,33 @@ def dealt_rows(lengths: Sequence[int], num_micro_batches: int) -> list[list[int]
     return [[*islice(longest_first, size - len(part)), *part] for part in parts]
 
 
-def deal(batches: Sequence[dict[str, Any]], index: int) -> dict[str, Any]:
-    """Return the `index`-th of a window's micro-batches after its rows are dealt by the length of their completions.
+def dealt_window(batches: Sequence[dict[str, Any]]) -> list[list[tuple[int, int]]]:
+    """Deal a window's rows to its micro-batches by the length of their completions.
 
     Args:
         batches: The window's micro-batches as TRL made them: equal numbers of rows, equally padded.
+
+    Returns:
+        For each micro-batch the place of its rows now: a micro-batch and a row of it.
+    """
+    size = len(batches[0]["completion_mask"])
+    lengths = torch.cat([_row_ends(batch["completion_mask"]) for batch in batches]).tolist()
+    return [[divmod(row, size) for row in rows] for rows in dealt_rows(lengths, len(batches))]
+
+
+def deal(batches: Sequence[dict[str, Any]], index: int, places: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return the `index`-th of a window's micro-batches after its rows were dealt.
+
+    Args:
+        batches: As in `dealt_window`.
         index: Which one.
+        places: What `dealt_window` gave for it.
 
     Returns:
         A new dictionary; what has no rows, such as `num_items_in_batch`, is that of `batches[index]`.
     """
-    size = len(batches[index]["completion_mask"])
-    lengths = torch.cat([_row_ends(batch["completion_mask"]) for batch in batches]).tolist()
-    rows = [divmod(row, size) for row in dealt_rows(lengths, len(batches))[index]]
     return {
-        name: torch.stack([batches[slot][name][row] for slot, row in rows]) if _has_rows(value) else value
+        name: torch.stack([batches[slot][name][row] for slot, row in places]) if _has_rows(value) else value
         for name, value in batches[index].items()
     }
 

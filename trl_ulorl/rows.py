@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from datasets import Dataset
@@ -14,6 +16,7 @@ from .rollout.collector import Prompt
 from .rollout.pool import Rollout, RolloutGroup
 from .rollout.scoring import RewardInput
 
+_CACHED_ROWS = 256
 _ROLLOUT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
@@ -37,7 +40,9 @@ class PromptRows:
         max_completion_length: int,
         model_limit: int | None,
     ) -> None:
-        self._dataset = dataset
+        # A row is read for each rollout of its group, and reading takes longer than copying. A copy, as a reward function
+        # may change what it is given.
+        self._read: Callable[[int], dict[str, Any]] = lru_cache(_CACHED_ROWS)(dataset.__getitem__)
         self._tokenizer = tokenizer
         self._tokenize = tokenize
         self._max_completion_length = max_completion_length
@@ -45,8 +50,7 @@ class PromptRows:
 
     def __getitem__(self, row_index: int) -> dict[str, Any]:
         """Return a row, with all its columns."""
-        row: dict[str, Any] = self._dataset[row_index]
-        return row
+        return copy.deepcopy(self._read(row_index))
 
     def prompts(self, row_indices: list[int]) -> list[Prompt]:
         """Tokenize the prompts of some rows, each with the completion tokens that fit behind it.

@@ -230,6 +230,7 @@ class UloRLTrainer(GRPOTrainer):
         self._correctness_index = correctness_index
         self._has_begun = False
         self._window_start = 0  # `_step` at the start of the update in progress
+        self._dealt: tuple[int, list[list[tuple[int, int]]]] | None = None  # a window's first `_step`, and its rows
         self._deals_rows = microbatches.is_additive(
             self.loss_type,
             has_entropy_bonus=self._entropy_bonus_enabled,
@@ -428,8 +429,12 @@ class UloRLTrainer(GRPOTrainer):
                 window_length=self.current_gradient_accumulation_steps,
                 num_slots=self.args.steps_per_generation,
             )
-            slot = self._step % self.args.steps_per_generation
-            inputs = microbatches.deal([self._buffered_inputs[i] for i in slots], slot - slots.start)
+            index = self._step % self.args.steps_per_generation - slots.start
+            batches = [self._buffered_inputs[slot] for slot in slots]
+            window = self._step - index
+            if self._dealt is None or self._dealt[0] != window:
+                self._dealt = (window, microbatches.dealt_window(batches))
+            inputs = microbatches.deal(batches, index, self._dealt[1][index])
         return microbatches.cut(inputs, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -508,7 +513,7 @@ class UloRLTrainer(GRPOTrainer):
             self._collector = self._build_collector(self._correctness_index, self._collector.engine)
             self._update_sums.reset()
             self._log_file.restart()
-            self._step, self._window_start, self._buffered_inputs = 0, 0, None
+            self._step, self._window_start, self._buffered_inputs, self._dealt = 0, 0, None, None
         self._has_begun = True
         self._last_loaded_step = -1  # another run may reach the step of the last sync with other weights
         return super().train(*args, **kwargs)
@@ -577,6 +582,7 @@ class UloRLTrainer(GRPOTrainer):
             return
         state, tensors = load_state(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
         self._collector.load_state_dict(state, {name: tensor.numpy() for name, tensor in tensors.items()})
+        self._dealt = None
         self._step = self._window_start = state["step"]  # checkpoints are written between updates
         if "num_buffered" in state:
             self._buffered_inputs = unpack_batches(tensors, state["num_buffered"], self.accelerator.device)

@@ -13,6 +13,7 @@ from trl_ulorl.microbatches import (
     cut,
     deal,
     dealt_rows,
+    dealt_window,
     is_additive,
     padding_counts,
     scored_without_padding,
@@ -113,7 +114,7 @@ def test_rows_without_a_token_are_spread():
 
 def test_dealt_micro_batches_by_hand():
     batches = make_batches([1, 2, 3, 1], [2, 6, 5, 3], 2)
-    first, second = (deal(batches, index) for index in range(2))
+    first, second = (deal(batches, index, dealt_window(batches)[index]) for index in range(2))
     assert first["advantages"].tolist() == [1, 2] and second["advantages"].tolist() == [3, 0]
     assert first["completion_ids"][:, 0].tolist() == [2000, 3000]
     assert first["num_items_in_batch"] == 16 and first["num_images"] is None
@@ -175,7 +176,10 @@ def test_property_only_padding_is_lost(data):
     is_masked = data.draw(st.sets(st.integers(0, count - 1)))
     batches = make_batches(prompt_lengths, lengths, num_micro_batches, is_masked=is_masked)
     multiple = data.draw(st.sampled_from([None, 4]))
-    dealt = [cut(deal(batches, index), pad_to_multiple_of=multiple) for index in range(num_micro_batches)]
+    dealt = [
+        cut(deal(batches, index, dealt_window(batches)[index]), pad_to_multiple_of=multiple)
+        for index in range(num_micro_batches)
+    ]
     before, after = ([row for batch in each for row in contents(batch)] for each in (batches, dealt))
     assert Counter(before) == Counter(after)
     widths = []
@@ -242,7 +246,9 @@ def ratios(rng, num_rows, size):
     num_micro_batches = num_rows // size
     batches = make_batches(prompts[order].tolist(), lengths[order].tolist(), num_micro_batches)
     columns = batches[0]["prompt_ids"].size(1) + batches[0]["completion_ids"].size(1)
-    counts = sum(padding_counts(cut(deal(batches, i)), columns) for i in range(num_micro_batches))
+    counts = sum(
+        padding_counts(cut(deal(batches, i, dealt_window(batches)[i])), columns) for i in range(num_micro_batches)
+    )
     cells, uncut_cells, tokens = counts.tolist()
     return uncut_cells / tokens, cells / tokens
 
