@@ -3,8 +3,8 @@
 #
 #     benchmarks/gpu_check.sh [OUTPUT_DIR]          # PYTHON=… chooses the environment
 #
-# Runs the contract tests, a few training steps of the embedded model in bfloat16 on the transformers engine, and the same
-# on colocated vLLM, under both schedules, where it is installed. What can't run is skipped, and said so. A failed part
+# Runs the test of TRL's signatures, a few training steps of the embedded model in bfloat16 on the transformers engine, and the same
+# on colocated vLLM, under both schedules, where PYTHON has it installed. What can't run is skipped, and said so. A failed part
 # does not stop the others; the exit code is 1 if one failed, and 2 without a GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,6 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${1:-outputs/gpu_check}
 STEPS=6
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} # or a plain process would wrap the model for several
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 mkdir -p "$OUT"
 rm -f "$OUT"/*.status
@@ -41,12 +42,13 @@ skip() {
 train() {
     local name=$1 limit=$2
     shift 2
+    rm -rf "${OUT:?}/$name"
     part "$name" "$limit" "$PYTHON" examples/train_qwen3.py --config examples/configs/demo.yaml --use_cpu false --bf16 true \
         --max_steps "$STEPS" --eval_problems 64 --eval_k 2 --output_dir "$OUT/$name" "$@"
 }
 
 if "$PYTHON" -c 'import pytest' 2>/dev/null; then
-    part contract 60 "$PYTHON" -m pytest -q -m "slow or not slow" -k "contract or signature" tests/integration/test_trainer.py
+    part contract 60 "$PYTHON" -m pytest -q -m "slow or not slow" -k signatures tests/integration/test_trainer.py
 else
     skip contract "pytest is not installed"
 fi

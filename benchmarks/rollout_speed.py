@@ -76,7 +76,7 @@ SPEED_LEARNING_RATE = 1e-6
 LEARNING_RATE = 5e-5
 LEARNING_WARMUP_STEPS = 5
 CURVE_SIZES = (1, 8, 16, 32, 64, 128, 256)
-CURVE_STEPS = 16
+CURVE_STEPS = 24
 CURVE_CONTEXT = 60  # tokens before them, about what rollouts have on average
 PREFILL_STEPS = 6  # more than vLLM takes to compute those of all sequences, at 4,096 tokens a step
 HELD_OUT = 256
@@ -151,7 +151,7 @@ def problems(setting: Setting, count: int, *, seed: int, split: str) -> Any:
     rng = np.random.default_rng(seed)
     num_long = round(setting.long_frac * count)
     parts = [
-        drawn.select(rng.permutation(np.flatnonzero(is_wanted))[:size])
+        drawn.select(rng.choice(np.flatnonzero(is_wanted), size, replace=False))
         for is_wanted, size in ((terms <= 3, count - num_long), (terms >= setting.long_terms, num_long))
     ]
     return concatenate_datasets(parts).shuffle(seed=seed)
@@ -209,7 +209,7 @@ class Worker:
             "adam_beta2": 0.98,
             "vllm_importance_sampling_correction": False,
         }
-        data = problems(self.setting, 8_192, seed=seed, split="train")
+        data = problems(self.setting, 2_048, seed=seed, split="train")
         if self.is_stock:
             with replaced_vllm_generation(partial(SegmentVLLM, seed=seed)):
                 trainer = GRPOTrainer(embedded_model_path(), self.reward, GRPOConfig(**arguments), data)
@@ -379,6 +379,7 @@ class Worker:
             generation = trainer.vllm_generation
             policy = SimpleNamespace(
                 accelerator=trainer.accelerator,
+                args=SimpleNamespace(ranks_per_engine=1),
                 processing_class=trainer.processing_class,
                 rollout_engine=ColocatedEngine(
                     generation, sync_weights=generation.sync_weights, eos_token_ids=trainer.eos_token_ids
@@ -411,14 +412,14 @@ class Worker:
                     stream.submit(key, DecodeRequest(prefix, CURVE_STEPS + PREFILL_STEPS + 1))
                 for _ in range(PREFILL_STEPS):
                     stream.step()
-                curve[str(size)] = min_half_mean([timed(stream.step) for _ in range(CURVE_STEPS)])
+                curve[str(size)] = timed(lambda: [stream.step() for _ in range(CURVE_STEPS)]) / CURVE_STEPS
         request_seconds = {}
         for length in (16, 112):
             requests = [[DecodeRequest(prefix, 1) for prefix in prefixes(32, length)] for _ in range(4)]
-            seconds = min_half_mean([timed(lambda batch=batch: list(engine.decode(batch))) for batch in requests])
-            request_seconds[length] = seconds / 32
+            seconds = timed(lambda batches=requests: [list(engine.decode(batch)) for batch in batches])
+            request_seconds[length] = seconds / (4 * 32)
         per_token = (request_seconds[112] - request_seconds[16]) / (112 - 16)
-        sync = min_half_mean([timed(trainer.vllm_generation.sync_weights) for _ in range(4)])
+        sync = timed(lambda: [trainer.vllm_generation.sync_weights() for _ in range(4)]) / 4
         return {
             "decode_curve": curve,
             "prefill_seconds": per_token,
@@ -441,11 +442,6 @@ def timed(work: Callable[[], Any]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def min_half_mean(seconds: list[float]) -> float:
-    """Return the mean of the faster half: the other one was disturbed."""
-    return float(np.mean(sorted(seconds)[: max(1, len(seconds) // 2)]))
 
 
 # -------------------------------------------------------------------------------------------------- in the parent process

@@ -146,6 +146,8 @@ def with_engine(arguments: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--engine", choices=("transformers", "vllm"))
     engine = parser.parse_known_args(arguments)[0].engine
+    if "--use_vllm" in arguments:
+        return arguments  # said already; a contradiction is refused below
     return arguments if engine is None else [*arguments, "--use_vllm", str(engine == "vllm")]
 
 

@@ -161,6 +161,13 @@ def check_vllm(config: UloRLConfig) -> None:
         )
     if config.vllm_mode == "colocate":
         _check_colocated_vllm(config)
+        return
+    for name, flag in (("decode_batch_size", "--max-num-seqs"), ("vllm_max_model_length", "--max-model-len")):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"`{name}` ({getattr(config, name)}) has no effect on a vLLM server, which is started with its own limits. "
+                f"Leave it out, and start the server with `{flag}`."
+            )
 
 
 def _check_colocated_vllm(config: UloRLConfig) -> None:
@@ -205,12 +212,21 @@ def _check_slots(config: UloRLConfig) -> None:
     if config.rollout_slots is None:
         config.rollout_slots = min(2 * config.generation_batch_size, held)
     num_engines = max(1, config.world_size // config.ranks_per_engine)
+    room = (
+        None if config.decode_batch_size is None else config.decode_batch_size * config.ranks_per_engine * num_engines
+    )
+    if room is not None and room < config.rollout_slots:
+        raise ValueError(
+            f"`decode_batch_size` ({config.decode_batch_size}) lets {room} rollouts decode at a time on all devices, fewer "
+            f"than `rollout_slots` ({config.rollout_slots}): the others would wait inside the engine. Leave "
+            f"`decode_batch_size` out, or set `rollout_slots` to {room}."
+        )
     if not num_engines <= config.rollout_slots <= held:
         raise ValueError(
             f"`rollout_slots` ({config.rollout_slots}) must lie between the number of ranks that decode "
             f"({num_engines}) and the rollouts that may be held ({held} = `max_inflight_groups` "
             f"{config.max_inflight_groups} x `num_generations` {config.num_generations}), or slots would stay empty. "
-            "Change it, or raise `max_inflight_groups`."
+            "Change it, or raise `max_inflight_groups`, and `max_staleness` where that is the bound."
         )
 
 

@@ -397,6 +397,18 @@ REFUSALS = {
         {"rollout_schedule": "continuous", "use_vllm": True, "rollout_slots": 20, "max_staleness": 1},
         ["`rollout_slots` (20)", "(16 = `max_inflight_groups` 4", "Change it"],
     ),
+    "fewer sequences than slots": (
+        {"rollout_schedule": "continuous", "use_vllm": True, "decode_batch_size": 2},
+        ["`decode_batch_size` (2)", "fewer than `rollout_slots` (16)", "set `rollout_slots` to 2"],
+    ),
+    "a server's own limits": (
+        {"use_vllm": True, "vllm_mode": "server", "decode_batch_size": 2},
+        ["`decode_batch_size` (2)", "no effect on a vLLM server", "`--max-num-seqs`"],
+    ),
+    "a server's own length": (
+        {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 99},
+        ["`vllm_max_model_length` (99)", "`--max-model-len`"],
+    ),
     "no slots": ({"rollout_slots": 0}, ["`rollout_slots` (0)", "at least 1, or left out"]),
     "slots": (
         {"rollout_slots": 16},

@@ -1,5 +1,6 @@
 """The continuous schedule over simulated rollouts: the checks of test_collector.py, and what is its own."""
 
+import contextlib
 import logging
 import math
 
@@ -187,6 +188,39 @@ def test_a_failing_engine_leaves_every_token_in_the_pool():
     run.step()
 
 
+def test_what_had_arrived_before_a_failure_is_kept():
+    """Rollouts that were decoding when the engine failed keep the tokens of this step too."""
+    run = Run(num_slots=2, cap=60, extra_inflight=6)
+    run.engine.simulated.planned_length = lambda serial: 9 if serial == 0 else 40
+
+    class Failing(type(run.engine.simulated.stream().__enter__())):
+        def step(self):
+            if self.num_steps:
+                raise OSError("the server is gone")
+            return super().step()
+
+    @contextlib.contextmanager
+    def stream():
+        yield Failing(run.engine.simulated)
+
+    run.collector.engine.stream = stream
+    with pytest.raises(OSError, match="the server is gone"):
+        run.collector.collect(0)
+    assert [rollout.num_tokens for rollout in run.collector.unfinished.groups[0].rollouts] == [9, 9]
+    run.collector.ledger_balance()
+
+
+def test_a_state_of_other_ranks_per_engine_is_refused():
+    run = Run(num_slots=4, cap=60, extra_inflight=4)
+    run.step()
+    state, arrays = run.collector.state_dict()
+    state["settings"]["ranks per rollout engine"] = 2
+    with pytest.raises(
+        ValueError, match=r"`ranks per rollout engine` 2, but this run has 1.*Resume with the same value"
+    ):
+        Run(num_slots=4, cap=60, extra_inflight=4).collector.load_state_dict(state, arrays)
+
+
 # --- several ranks --------------------------------------------------------------------------------------------------
 
 
@@ -258,5 +292,7 @@ def test_admissions_by_hand():
     assert schedule.admissions([10], 4, room=9) == []
     assert schedule.admissions([0], 4, room=2) == [0, 0]
     # Two ranks of 5 slots, each with up to 3 in reserve: they are filled to 8 or more, the emptier one first.
-    assert schedule.admissions([4, 0], 4, room=9) == [1, 0, 1]
+    assert schedule.admissions([4, 0], 4, room=9, has_reserve=True) == [1, 0, 1]
+    assert schedule.admissions([5, 0], 4, room=9, has_reserve=True) == [1, 1, 0]
+    assert schedule.admissions([5, 0], 4, room=9) == [1, 1]
     assert schedule.room(num_held=3) == 5 and schedule.room(num_held=3, num_batches_left=2) == 1

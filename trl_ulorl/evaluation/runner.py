@@ -74,7 +74,10 @@ def sample_and_score(
     """
     started = time.perf_counter()
     accelerator = trainer.accelerator
-    mine = problems.select(range(accelerator.process_index, len(problems), accelerator.num_processes))
+    # Ranks that share an engine ask it for the same, and one of them reports.
+    owner, place = divmod(accelerator.process_index, trainer.args.ranks_per_engine)
+    num_owners = accelerator.num_processes // trainer.args.ranks_per_engine
+    mine = problems.select(range(owner, len(problems), num_owners))
     prompt_ids = trainer._tokenize_prompts(list(mine["prompt"]))[0] if len(mine) else []
     requests = [
         DecodeRequest(np.asarray(ids, dtype=np.int32), trainer._rows.room(len(ids)))
@@ -89,11 +92,10 @@ def sample_and_score(
         if decoded.is_stopped:
             (text,) = trainer.processing_class.batch_decode([decoded.token_ids.tolist()], skip_special_tokens=True)
             score = _score(reward, mine[index], text)
-        problem = accelerator.process_index + index * accelerator.num_processes
-        rows.append((problem, score, len(decoded.token_ids), not decoded.is_stopped))
+        rows.append((owner + index * num_owners, score, len(decoded.token_ids), not decoded.is_stopped))
         progress.update()
     progress.close()
-    gathered = sorted(gather_object(rows))
+    gathered = sorted(gather_object(rows if place == 0 else []))
     return EvaluationResult(
         is_correct=np.array([row[1] for row in gathered]).reshape(len(problems), k),
         lengths=np.array([row[2] for row in gathered]).reshape(len(problems), k),

@@ -424,6 +424,7 @@ class ExperienceCollector(ABC):
             "num_generations": self._settings.num_generations,
             "max_completion_length": self._settings.max_completion_length,
             "num_segments == 1": self.schedule.is_on_policy,
+            "ranks per rollout engine": self._ranks_per_engine,
         }
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

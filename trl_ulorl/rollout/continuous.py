@@ -33,7 +33,7 @@ class ContinuousCollector(ExperienceCollector):
             try:
                 super()._fill_batch(version, num_batches_left)
                 if self._stream is not None:  # a step that finds its batch in the pool opens none
-                    self._run_round(version, lambda: self._interrupt(version))
+                    self._run_round(version, lambda: self._close_stream(version))
             finally:
                 self._stream = None
 
@@ -49,7 +49,7 @@ class ContinuousCollector(ExperienceCollector):
         if self._is_late:
             num_missing -= len(self.report.fillers)
         self._prefilled_tokens = self._busy_steps = 0
-        first_step = stream.num_steps
+        first_step = self._counted_steps = stream.num_steps
         while True:
             open_by_owner, is_done = self._poll(due, num_missing)
             if is_done:
@@ -58,19 +58,21 @@ class ContinuousCollector(ExperienceCollector):
             self._admit_for_slots(open_by_owner, version, num_batches_left)
             if not sum(open_by_owner) and self.ledger.groups["admitted"] == groups_before:
                 break  # with `drain`: all that will ever be complete is
-            for _ in range(1 if len(open_by_owner) == 1 else POLL_STEPS):
+            next_poll = stream.num_steps + (1 if self._num_ranks == 1 else POLL_STEPS)
+            while stream.num_steps < next_poll:
                 self._fill_slots(stream)
                 if not self._decoding_rollouts:
                     break
                 self._step(stream, version)
-        return self._work(stream.num_steps - first_step)
+        return self._work(self._counted_steps - first_step)
 
     def _open_stream(self) -> DecodeStream:
         with self._decoding():  # the engine may have to load the policy's weights first
             stream = self._stream = self._open_streams.enter_context(self.engine.stream())
         self._waiting = deque(self.unfinished.open_rollouts())
         self._decoding_rollouts: dict[int, tuple[RolloutGroup, Rollout]] = {}
-        self._complete: set[int] = set()
+        # None, unless an error was caught before they were sorted.
+        self._complete = {group.group_id for group in self.unfinished.groups if group.is_complete}
         self._num_submitted = 0
         return stream
 
@@ -93,7 +95,10 @@ class ContinuousCollector(ExperienceCollector):
         if self._is_late and num_batches_left is not None:
             return
         room = self.schedule.room(num_held=self._num_held, num_batches_left=num_batches_left)
-        owners = self.schedule.admissions(open_by_owner, self._settings.num_generations, room)
+        # One process polls after each step; several do so only now and then.
+        owners = self.schedule.admissions(
+            open_by_owner, self._settings.num_generations, room, has_reserve=self._num_ranks > 1
+        )
         for group in self._admit(owners, version):
             self._waiting.extend((group, rollout) for rollout in group.rollouts)
 
@@ -110,24 +115,35 @@ class ContinuousCollector(ExperienceCollector):
             self._num_submitted += 1
 
     def _step(self, stream: DecodeStream, version: int) -> None:
-        step_before, num_decoding = stream.num_steps, len(self._decoding_rollouts)
-        with self._decoding():
-            ended = stream.step()
-        self._busy_steps += (stream.num_steps - step_before) * num_decoding
+        num_decoding = len(self._decoding_rollouts)
+        try:
+            with self._decoding():
+                ended = stream.step()
+        except Exception:
+            self._interrupt(stream, version)  # what has arrived is in the pool, for whoever catches the error
+            raise
+        # Counted here only: a served engine decodes on while rollouts are admitted and ranks wait for each other.
+        self._busy_steps += (stream.num_steps - self._counted_steps) * num_decoding
+        self._counted_steps = stream.num_steps
         for decoded in ended:
             group, rollout = self._decoding_rollouts.pop(decoded.request_index)
             self._extend(group, rollout, decoded, version)
             if group.is_complete:
                 self._complete.add(group.group_id)
 
-    def _interrupt(self, version: int) -> Work:
+    def _interrupt(self, stream: DecodeStream, version: int) -> None:
         """Take back what still decodes, with the tokens that it has."""
-        assert self._stream is not None
-        self._prefilled_tokens = self._busy_steps = 0
         with self._decoding():
-            interrupted = self._stream.interrupt()
+            interrupted = stream.interrupt()
         for decoded in interrupted:
             self._extend(*self._decoding_rollouts[decoded.request_index], decoded, version)
+
+    def _close_stream(self, version: int) -> Work:
+        assert self._stream is not None
+        self._prefilled_tokens = self._busy_steps = 0
+        self._interrupt(self._stream, version)
+        with self._decoding():
+            self._open_streams.close()
         return self._work(0)
 
     def _work(self, num_steps: int) -> Work:

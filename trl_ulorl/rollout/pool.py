@@ -146,7 +146,7 @@ class RolloutGroup:
         row_index: The prompt's row in the training set.
         prompt_ids: Token ids of the rendered prompt, shape `(P,)`.
         max_length: Most completion tokens of each rollout.
-        admitted_version: Policy version under which its first tokens are sampled.
+        admitted_version: Policy version at its admission; its first tokens are sampled under this one or a later one.
         rollouts: The `G` rollouts.
     """
 

@@ -120,26 +120,27 @@ class ContinuousSchedule(Schedule):
 
     num_slots: int
 
-    def admissions(self, num_open: Sequence[int], num_generations: int, room: int) -> list[int]:
+    def admissions(
+        self, num_open: Sequence[int], num_generations: int, room: int, *, has_reserve: bool = False
+    ) -> list[int]:
         """Choose the ranks that new prompts go to, so that each has unfinished rollouts for all of its slots.
-
-        Several ranks agree on admissions only every few decode steps, so each then gets a prompt in reserve.
 
         Args:
             num_open: Unfinished rollouts of each rank, those that wait for a slot included.
             num_generations: Rollouts per prompt.
             room: Most prompts to admit.
+            has_reserve: Whether each rank gets a prompt more, for the decode steps until admissions are agreed on again.
 
         Returns:
             The owner of each new prompt.
 
         Example:
             >>> schedule = ContinuousSchedule(groups_per_batch=1, max_inflight_groups=9, num_slots=4)
-            >>> schedule.admissions([3], 2, room=9), schedule.admissions([3, 0], 2, room=9)
+            >>> schedule.admissions([3], 2, room=9), schedule.admissions([3, 0], 2, room=9, has_reserve=True)
             ([0], [1, 1])
         """
         open_rollouts = list(num_open)
-        wanted = self.slots_of_rank(len(open_rollouts)) + (num_generations - 1 if len(open_rollouts) > 1 else 0)
+        wanted = self.slots_of_rank(len(open_rollouts)) + (num_generations - 1 if has_reserve else 0)
         owners: list[int] = []
         while len(owners) < room:
             owner = min(range(len(open_rollouts)), key=lambda rank: (open_rollouts[rank], rank))

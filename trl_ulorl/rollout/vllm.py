@@ -315,7 +315,7 @@ class VLLMStream:
         if completion.finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(
                 f"vLLM gave a sequence up after {len(completion.token_ids)} tokens ({completion.finish_reason}): see its "
-                "log above for the reason."
+                "log above for the reason, and resume from the last checkpoint."
             )
         token_ids = np.array(completion.token_ids, dtype=np.int32)
         per_token_logps = np.array(completion.logprobs.logprobs, dtype=np.float32)

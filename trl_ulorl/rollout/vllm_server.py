@@ -122,7 +122,9 @@ class ServedVLLM(VLLMGeneration):
         return str(config["instance_id"]), settings["max_model_len"]
 
     def _check_logprobs_mode(self, mode: str) -> None:
-        is_plain = mode == "raw_logprobs" and self.temperature == 1.0
+        is_plain = mode == "raw_logprobs" and (
+            (self.temperature, self.top_p, self.top_k, self.min_p or 0, self.repetition_penalty) == (1, 1, 0, 0, 1)
+        )
         if mode != "processed_logprobs" and not is_plain:
             raise ValueError(
                 f"The vLLM server at {self.base_url} runs with `--logprobs-mode {mode}`: with `temperature` "
@@ -139,9 +141,15 @@ class ServedVLLM(VLLMGeneration):
             ("a hidden size of", r"embedding_dim=(\d+)", policy.hidden_size),
         ):
             found = re.search(pattern, description)
-            if found is None or int(found[1]) != expected:
+            if found is None:
+                raise RuntimeError(
+                    f"The vLLM server at {self.base_url} does not say that it has {what} some size, so its model can't be "
+                    "compared with the policy: this release of vLLM is not supported. See the extra `vllm` in "
+                    "pyproject.toml for those that are."
+                )
+            if int(found[1]) != expected:
                 raise ValueError(
-                    f"The vLLM server at {self.base_url} serves {name!r} with {what} {found and found[1]}, but the "
+                    f"The vLLM server at {self.base_url} serves {name!r} with {what} {found[1]}, but the "
                     f"policy ({self.model.name_or_path!r}) has {expected}: its weights would not fit. Restart the "
                     "server with the policy's model."
                 )
