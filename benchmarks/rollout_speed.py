@@ -51,7 +51,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -370,34 +369,35 @@ class Worker:
 
     def _evaluate(self) -> dict[str, float]:
         """Return the avg@k on held-out problems, in every arm by the package's engine with training's sampling."""
-        from trl_ulorl.evaluation import sample_and_score
+        from trl_ulorl.evaluation import avg_at_k
+        from trl_ulorl.rollout.engine import DecodeRequest
+
+        limit, problems = self.setting.max_completion_length, self.held_out
+        prompts = self.trainer._tokenize_prompts(list(problems["prompt"]))[0]
+        requests = [DecodeRequest(np.array(ids, dtype=np.int32), limit) for ids in prompts for _ in range(TRIES)]
+        is_correct = np.zeros(len(requests))
+        for decoded in self._engine(self.trainer.vllm_generation.sync_weights).decode(requests):
+            if decoded.is_stopped:
+                row = problems[decoded.request_index // TRIES]
+                text = self.trainer.processing_class.decode(decoded.token_ids, skip_special_tokens=True)
+                completion = [{"role": "assistant", "content": text}]
+                (score,) = self.reward(prompts=[row["prompt"]], completions=[completion], answer=[row["answer"]])
+                is_correct[decoded.request_index] = score or 0.0
+        accuracy, error = avg_at_k(is_correct.reshape(-1, TRIES))
+        return {"accuracy": accuracy, "standard_error": error}
+
+    def _engine(self, sync_weights: Callable[[], None], *, may_end: bool = True) -> Any:
         from trl_ulorl.rollout.vllm import ColocatedEngine
 
-        trainer = self.trainer
-        policy = trainer
-        if self.is_stock:
-            generation = trainer.vllm_generation
-            policy = SimpleNamespace(
-                accelerator=trainer.accelerator,
-                args=SimpleNamespace(ranks_per_engine=1),
-                processing_class=trainer.processing_class,
-                rollout_engine=ColocatedEngine(
-                    generation, sync_weights=generation.sync_weights, eos_token_ids=trainer.eos_token_ids
-                ),
-                _tokenize_prompts=trainer._tokenize_prompts,
-                _rows=SimpleNamespace(room=lambda prompt_length: self.setting.max_completion_length),
-            )
-        result = sample_and_score(policy, self.held_out, k=TRIES, reward=self.reward, name="held-out")
-        return {"accuracy": result.accuracy, "standard_error": result.standard_error}
+        eos = self.trainer.eos_token_ids if may_end else ()
+        return ColocatedEngine(self.trainer.vllm_generation, sync_weights=sync_weights, eos_token_ids=eos)
 
     def _measure_engine(self) -> dict[str, Any]:
         """Return the seconds of a decode step by number of sequences, of a request by its tokens, and of a weight sync."""
         from trl_ulorl.rollout.engine import DecodeRequest
-        from trl_ulorl.rollout.vllm import ColocatedEngine
 
         trainer = self.trainer
-        never = ()  # so that no sequence ends early
-        engine = ColocatedEngine(trainer.vllm_generation, sync_weights=lambda: None, eos_token_ids=never)
+        engine = self._engine(lambda: None, may_end=False)
         rows = trainer._tokenized(list(trainer.train_dataset["prompt"][:1024]))
         tokens = np.concatenate(rows).astype(np.int32)
 
@@ -538,7 +538,7 @@ def measure(names: list[str], setting: Setting, *, num_steps: int, seed: int, wi
     return result
 
 
-def learn(arms: list[Arm], num_points: int = 4, steps_between: int = 24) -> dict[str, list[dict[str, float]]]:
+def learn(arms: list[Arm], num_points: int = 3, steps_between: int = 24) -> dict[str, list[dict[str, float]]]:
     """Train from the first weights at a rate that learns; side by side, since nothing is timed."""
 
     def curve(arm: Arm) -> list[dict[str, float]]:
