@@ -311,7 +311,7 @@ class EndpointModel:
                 failures.total(),
                 num_prompts,
                 self._model,
-                self._base_url,
+                self._base_url.rpartition("@")[2],  # without a password
                 "; ".join(f"{count} x {reason}" for reason, count in failures.most_common(3)),
                 "Further failures are not logged." if self._num_warnings == MAX_WARNINGS else "",
             )
