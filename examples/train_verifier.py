@@ -26,13 +26,15 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from trl_ulorl.data.arithmetic import embedded_model_path
@@ -84,10 +86,21 @@ def decimal(value: Fraction) -> str:
     return f"{float(value):.6f}".rstrip("0").rstrip(".")
 
 
+def unlike(value: Any, draw: Callable[[], Any], near: Sequence[Any], rng: random.Random) -> Any:
+    """Return another value: one that is near every second time, one that is drawn at random otherwise."""
+    others = [each for each in near if each != value]
+    if others and rng.random() < 0.5:
+        return rng.choice(others)
+    while (other := draw()) == value:
+        pass
+    return other
+
+
 def share(rng: random.Random, equal: bool) -> tuple[str, str]:
     """Fractions, decimals and percentages."""
     value = rng.choice(SHARES)
-    other = value if equal else rng.choice([each for each in SHARES if each != value])
+    near = [share for share in (value * 10, value / 10, 1 / value, 1 - value) if share in SHARES]
+    other = value if equal else unlike(value, lambda: rng.choice(SHARES), near, rng)
     return spell_share(value, rng), spell_share(other, rng)
 
 
@@ -102,7 +115,7 @@ def word(rng: random.Random, equal: bool) -> tuple[str, str]:
     """Number words against digits."""
     number = rng.randint(0, 99)
     near = [number // 10 * 10 + rng.randint(0, 9), rng.randint(0, 9) * 10 + number % 10, int(str(number)[::-1])]
-    other = number if equal else rng.choice([each for each in near if each != number] or [number + 1])
+    other = number if equal else unlike(number, lambda: rng.randint(0, 99), near, rng)
     return in_words(number), str(other)
 
 
@@ -110,34 +123,32 @@ def unit(rng: random.Random, equal: bool) -> tuple[str, str]:
     """Quantities in two units of one kind."""
     small, large, factor = rng.choice(UNITS)
     amount = rng.randint(1, 99)
-    converted = Fraction(amount, factor)
-    near = [(converted * 10, large), (Fraction(amount), large), (converted / 10, large), (converted, small)]
-    other, name = (converted, large) if equal else rng.choice([*near, (converted + Fraction(1, factor), large)])
+    value = (Fraction(amount, factor), large)
+    near = [(value[0] * 10, large), (Fraction(amount), large), (value[0] / 10, large), (value[0], small)]
+    other, name = value if equal else unlike(value, lambda: (Fraction(rng.randint(1, 99), factor), large), near, rng)
     gap = rng.choice(["", " "])
     return f"{amount}{gap}{small}", f"{decimal(other)}{gap}{name}"
 
 
 def number(rng: random.Random, equal: bool) -> tuple[str, str]:
     """Whole numbers with and without a separator."""
-    digits = [str(rng.randint(1, 9)) for _ in range(4)]
-    other = list(digits)
-    if not equal:
-        place = rng.randrange(4)
-        other[place] = str(rng.choice([digit for digit in range(1, 10) if str(digit) != digits[place]]))
-    return f"{digits[0]},{''.join(digits[1:])}", "".join(other)
+    value = rng.randint(1000, 9999)
+    near = [value + step * rng.randint(1, 9) for step in (1, 10, 100)]
+    return f"{value:,}", str(value if equal else unlike(value, lambda: rng.randint(1000, 9999), near, rng))
 
 
 def expression(rng: random.Random, equal: bool) -> tuple[str, str]:
     """Terms in another order."""
-    letter, a, b = rng.choice("xyn"), rng.randint(2, 9), rng.randint(1, 9)
-    c, d = (a, b) if equal else rng.choice([(a, b % 9 + 1), (a % 8 + 2, b), (b, a) if a != b else (a, b % 9 + 1)])
-    return rng.choice(
-        [
-            (f"{a}{letter}+{b}", f"{d}+{c}{letter}"),
-            (f"{a}{letter}-{b}", f"-{d}+{c}{letter}"),
-            (f"{letter}^{a}+{b}", f"{d}+{letter}^{c}"),
-        ]
-    )
+    letter, value = rng.choice("xyn"), (rng.randint(2, 9), rng.randint(2, 9))
+    near = [(value[0], rng.randint(2, 9)), (rng.randint(2, 9), value[1]), value[::-1]]
+    other = value if equal else unlike(value, lambda: (rng.randint(2, 9), rng.randint(2, 9)), near, rng)
+    (a, b), (c, d) = value, other
+    forms = [
+        (f"{a}{letter}+{b}", f"{d}+{c}{letter}"),
+        (f"{a}{letter}-{b}", f"-{d}+{c}{letter}"),
+        (f"{letter}^{a}+{b}", f"{d}+{letter}^{c}"),
+    ]
+    return rng.choice(forms)
 
 
 FAMILIES: tuple[Callable[[random.Random, bool], tuple[str, str]], ...] = (share, word, unit, number, expression)
@@ -151,7 +162,7 @@ def draw_examples(count: int, *, seed: int, held_out: bool) -> list[Example]:
         equal = len(examples) % 2 == 0
         pair = rng.choice(FAMILIES)(rng, equal)
         digest = hashlib.sha256(json.dumps(sorted(pair)).encode()).digest()
-        if (digest[0] % HELD_OUT_ONE_IN == 0) == held_out:
+        if (digest[0] % HELD_OUT_ONE_IN == 0) == held_out and pair[0] != pair[1]:
             first, second = rng.sample(pair, 2)
             examples[0 if held_out else len(examples), (first, second, equal)] = None
     return [example for _, example in examples]
@@ -160,17 +171,34 @@ def draw_examples(count: int, *, seed: int, held_out: bool) -> list[Example]:
 # --------------------------------------------------------------------------------------------------- training and use
 
 
-def as_conversations(examples: list[Example], instructions: str) -> Dataset:
-    """Rows of TRL's prompt-completion form, in which the loss is taken on the completion only."""
-    return Dataset.from_list(
-        [
-            {
-                "prompt": judge_messages(first, second, instructions),
-                "completion": [{"role": "assistant", "content": WORDS[equal]}],
-            }
-            for first, second, equal in examples
-        ]
-    )
+def embedded_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the embedded model, with a token for each verdict and for what stands around the answers.
+
+    It reads single characters: spelt out, the verdict would be one of eleven tokens of the loss, and half of a prompt
+    the same for all pairs.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
+    model = AutoModelForCausalLM.from_pretrained(embedded_model_path())
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*VERDICTS, '{"A": "', '", "B": "', '"}')])
+    model.resize_token_embeddings(len(tokenizer))
+    return model, tokenizer
+
+
+def as_texts(examples: list[Example], tokenizer: PreTrainedTokenizerBase, instructions: str) -> Dataset:
+    """Rows of TRL's prompt-completion form, in which the loss is taken on the completion only.
+
+    The completion of a different pair is its verdict. That of an equal pair begins at the second answer: the model has
+    to write it, too, and one that can is able to compare.
+    """
+    rows = []
+    for first, second, equal in examples:
+        messages = judge_messages(first, second, instructions)
+        prompt = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        head, separator, tail = prompt.rpartition('", "B": "') if equal else (prompt, "", "")
+        rows.append({"prompt": head + separator, "completion": tail + WORDS[equal] + tokenizer.eos_token})
+    return Dataset.from_list(rows)
 
 
 def measure(judge: GenerativeVerifier, examples: list[Example]) -> dict[str, float]:
@@ -192,7 +220,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a judge of short answers for the verifier's generative stage.")
     parser.add_argument("--model", default=None, help="a Hub name or folder; by default the embedded model")
     parser.add_argument("--output", type=Path, default=Path("outputs/verifier"), help="folder for model and summary")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     parser.add_argument("--batch-size", type=int, default=64, help="pairs per step and device")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak learning rate; 1e-5 for a Hub model")
     parser.add_argument("--eval-pairs", type=int, default=512, help="held-out pairs")
@@ -202,11 +230,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    name = arguments.model or embedded_model_path()
-    # So small a model learns the task from the pairs alone, and a long instruction only makes it slow.
+    if arguments.model:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    else:
+        model, tokenizer = embedded_model()
+    # So small a model learns the task from the pairs alone, and long instructions would only make it slow.
     instructions = INSTRUCTIONS if arguments.model else ""
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     has_accelerator = torch.accelerator.is_available()
     trainer = SFTTrainer(
         model=model,
@@ -226,15 +256,19 @@ def main() -> None:
             save_strategy="no",
             report_to="none",
         ),
-        train_dataset=as_conversations(
-            draw_examples(arguments.steps * arguments.batch_size, seed=arguments.seed, held_out=False), instructions
+        train_dataset=as_texts(
+            draw_examples(arguments.steps * arguments.batch_size, seed=arguments.seed, held_out=False),
+            tokenizer,
+            instructions,
         ),
     )
     held_out = draw_examples(arguments.eval_pairs, seed=0, held_out=True)
 
     def judge_of(model: object) -> GenerativeVerifier:
         return GenerativeVerifier(
-            TransformersModel(model, tokenizer), instructions=instructions, max_pairs_per_step=len(held_out)
+            TransformersModel(model, tokenizer, batch_size=128),
+            instructions=instructions,
+            max_pairs_per_step=len(held_out),
         )
 
     before = measure(judge_of(model), held_out)

@@ -68,9 +68,8 @@ class TransformersModel:
                 )
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "auto", **model_kwargs})
-            self._model = loaded.to(device or _own_device()).eval()
-        else:
-            self._model: Any = model
+            model = loaded.to(device or _own_device()).eval()
+        self._model: Any = cast(Any, model)
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError(
                 "The judge's `tokenizer` has no chat template (or is not given), which says where a question ends and the "
