@@ -285,41 +285,33 @@ def test_any_number_of_ranks_takes_up_what_others_saved(configuration, num_ranks
     (before, after), (old_share, new_share) = num_ranks, ranks_per_engine
     with tempfile.TemporaryDirectory() as folder:
         runs, sampled = saved_by(before * old_share, folder, ranks_per_engine=old_share, **configuration)
+        before_ready, num_unfinished = packed(runs[0].collector.ready.groups), len(runs[0].collector._tickets)
+        before_unfinished = [unfinished_of([run]) for run in runs]
 
         def body(run):
             load(run, folder, version=runs[0].version)
             run.version, run.closed = runs[0].version, list(runs[0].closed)
             run.engine.simulated.num_started = 100_000 * (50 + run.rank // new_share)
-            if run.rank % new_share == 0:
-                run.engine.sampled = sampled
-            else:  # only one of those that share an engine writes down what they all sample
-                run.check_batch = run.check_ledger = lambda *_: None
-            run.check_ledger()
-            held = state_of(run.collector)[2], packed(run.collector.unfinished.groups)
-            run.exchange({})
-            snapshot = [*run.collector.unfinished.groups]
-            run.taken_up = unfinished_of([type("R", (), {"collector": run.collector})])
+            if run.is_first:
+                run.check_ledger()
+            taken_up = packed(run.collector.ready.groups), unfinished_of([run]), len(run.collector.unfinished)
             run.exchange({})
             for _ in range(3):
                 run.step()
                 run.exchange({})
-            return run, held, snapshot
+            return run, *taken_up
 
         results = run_ranks(after * new_share, body, ranks_per_engine=new_share, sampled=sampled, **configuration)
     for result in results:
         if isinstance(result, Exception):
             raise result
-    resumed = [run for run, _, _ in results]
-    assert all(held[0] == state_of(runs[0].collector)[2] for _, held, _ in results)
-    assert sum(len(snapshot) for run, _, snapshot in results if run.rank % new_share == 0) == len(
-        runs[0].collector._tickets
-    )
-    balances = [run.collector.ledger_balance() for run in resumed]
+    assert all(ready == before_ready for _, ready, _, _ in results)
+    assert sum(count for run, _, _, count in results if run.is_first) == num_unfinished
+    balances = [run.collector.ledger_balance() for run, *_ in results]
     assert balances == [balances[0]] * len(balances)
     assert balances[0]["groups"]["trained"] == 5 * configuration["groups_per_batch"]
     if before == after and old_share == new_share:
-        taken_up = [run.taken_up for run in resumed]
-        assert taken_up == [unfinished_of([run]) for run in runs]
+        assert [unfinished for _, _, unfinished, _ in results] == before_unfinished
 
 
 def test_no_token_changes_on_the_way_to_other_ranks(tmp_path):
