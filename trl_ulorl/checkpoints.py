@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -16,8 +17,11 @@ COMMIT_MARK = "trainer_state.json"  # Trainer writes it last
 
 
 def is_committed(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint was saved to its end."""
-    return (Path(checkpoint) / COMMIT_MARK).is_file()
+    """Whether a checkpoint was saved to its end: its last file is there, and not half of it."""
+    try:
+        return isinstance(json.loads((Path(checkpoint) / COMMIT_MARK).read_bytes()), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def newest_whole_checkpoint(output_dir: str | Path, *, discards: bool) -> str:
@@ -34,7 +38,7 @@ def newest_whole_checkpoint(output_dir: str | Path, *, discards: bool) -> str:
     for checkpoint in reversed(sort_checkpoints(str(output_dir))):
         try:
             if not is_committed(checkpoint):
-                raise StateError(f"{checkpoint} has no `{COMMIT_MARK}`: it was not saved to its end.")
+                raise StateError(f"{checkpoint} has no whole `{COMMIT_MARK}`: it was not saved to its end.")
             if not discards:
                 check_whole(checkpoint)
         except StateFormatError:

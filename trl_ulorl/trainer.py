@@ -685,7 +685,7 @@ class UloRLTrainer(GRPOTrainer):
     def _check_committed(self, checkpoint: str) -> None:
         if Path(checkpoint).is_dir() and not checkpoints.is_committed(checkpoint):
             raise ValueError(
-                f"{checkpoint} has no `{checkpoints.COMMIT_MARK}`: it was not saved to its end. Resume from another "
+                f"{checkpoint} has no whole `{checkpoints.COMMIT_MARK}`: it was not saved to its end. Resume from another "
                 "checkpoint, or pass `resume_from_checkpoint=True` for the newest whole one."
             )
 

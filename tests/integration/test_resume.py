@@ -94,13 +94,14 @@ def test_true_resumes_from_the_newest_whole_checkpoint(tmp_path, caplog):
     whole = make_trainer(tmp_path, **step_settings())
     whole.train()
     run = tmp_path / "run"
-    (run / "checkpoint-4" / "trainer_state.json").unlink()  # killed before its end
+    mark = run / "checkpoint-4" / "trainer_state.json"
+    mark.write_bytes(mark.read_bytes()[:200])  # killed while it was written
     path = run / "checkpoint-3" / "rollout" / "shared.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     resumed = make_trainer(tmp_path, **step_settings())
     with caplog.at_level("WARNING", "trl_ulorl"):
         resumed.train(resume_from_checkpoint=True)
-    assert "checkpoint-4 has no `trainer_state.json`: it was not saved to its end" in caplog.text
+    assert "checkpoint-4 has no whole `trainer_state.json`: it was not saved to its end" in caplog.text
     assert "shared.safetensors is damaged" in caplog.text and "checksum" in caplog.text
     assert f"Resuming from {run / 'checkpoint-2'}" in caplog.text
     assert_same_run(resumed, whole)
