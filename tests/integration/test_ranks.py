@@ -96,16 +96,22 @@ def test_each_rank_cuts_its_own_micro_batches(tmp_path):
 SAVING = {"num_segments": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_inflight_groups": 12}
 
 
-def test_one_two_and_four_ranks_go_on_from_two(tmp_path):
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """A run of two ranks that nothing interrupts: its folder, and what each rank ended with."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return folder, run_two_ranks(folder, per_device_train_batch_size=8, **SAVING)
+
+
+def test_one_two_and_four_ranks_go_on_from_two(tmp_path, two_ranks):
     """With the same global batch; two ranks go on exactly as the run that was not interrupted."""
-    whole = run_two_ranks(tmp_path, per_device_train_batch_size=8, **SAVING)
-    saved = json.loads((tmp_path / "run" / "checkpoint-2" / "rollout" / "ledger.json").read_text())
+    origin, whole = two_ranks
+    saved = json.loads((origin / "run" / "checkpoint-2" / "rollout" / "ledger.json").read_text())
     assert saved["groups"]["unfinished"] > 2
     for num_ranks in (1, 2, 4):
         folder = tmp_path / f"on_{num_ranks}"
-        shutil.copytree(tmp_path / "run" / "checkpoint-2", folder / "run" / "checkpoint-2")
-        log = (tmp_path / "run" / "rollouts.jsonl").read_text()
-        (folder / "run" / "rollouts.jsonl").write_text(log)
+        shutil.copytree(origin / "run" / "checkpoint-2", folder / "run" / "checkpoint-2")
+        shutil.copy(origin / "run" / "rollouts.jsonl", folder / "run" / "rollouts.jsonl")
         ranks = run_ranks(folder, num_ranks, per_device_train_batch_size=16 // num_ranks, resume=True, **SAVING)
         assert all(rank["parameters"] == ranks[0]["parameters"] for rank in ranks)
         assert all(rank["ledger"] == ranks[0]["ledger"] for rank in ranks)
@@ -120,9 +126,8 @@ def test_one_two_and_four_ranks_go_on_from_two(tmp_path):
             assert ranks[0]["parameters"] == whole[0]["parameters"] and ranks[0]["ledger"] == whole[0]["ledger"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path, number):
-    whole = run_two_ranks(tmp_path / "whole", per_device_train_batch_size=8, **SAVING)
+def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path, two_ranks):
+    whole, number = two_ranks[1], signal.SIGTERM
     settings = {**SAVING, "save_steps": 100, "per_device_train_batch_size": 8}
     done = launch(tmp_path, 2, signal_on_rank=[int(number), 1], at_step=2, **settings)
     assert done.returncode != 0

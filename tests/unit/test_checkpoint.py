@@ -28,7 +28,7 @@ from test_collector import (
 
 from trl_ulorl.rollout import state
 from trl_ulorl.rollout.checkpoint import StepPosition, load_rollout, save_rollout
-from trl_ulorl.rollout.collector import Prompt
+from trl_ulorl.rollout.collector import Prompt, RolloutStopped
 from trl_ulorl.rollout.schedule import dealt_owners, expected_remaining
 from trl_ulorl.rollout.state import Ranks, StateError, StateFormatError, check_whole
 
@@ -260,11 +260,16 @@ def saved_by(num_ranks, folder, *, num_steps=2, ranks_per_engine=1, **configurat
         save(run, folder)
         return run
 
-    runs = run_ranks(num_ranks, body, sampled=sampled, ranks_per_engine=ranks_per_engine, **configuration)
-    for run in runs:
-        if isinstance(run, Exception):
-            raise run
-    return runs, sampled
+    results = run_ranks(num_ranks, body, sampled=sampled, ranks_per_engine=ranks_per_engine, **configuration)
+    return completed(results), sampled
+
+
+def completed(results):
+    """Raise what a rank has raised."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
 
 
 def unfinished_of(runs):
@@ -302,9 +307,7 @@ def test_any_number_of_ranks_takes_up_what_others_saved(configuration, num_ranks
             return run, *taken_up
 
         results = run_ranks(after * new_share, body, ranks_per_engine=new_share, sampled=sampled, **configuration)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
+    completed(results)
     assert all(ready == before_ready for _, ready, _, _ in results)
     assert sum(count for run, _, _, count in results if run.is_first) == num_unfinished
     balances = [run.collector.ledger_balance() for run, *_ in results]
@@ -330,6 +333,55 @@ def test_no_token_changes_on_the_way_to_other_ranks(tmp_path):
             assert all(owners)
         if num_ranks == 2:  # whoever goes on with as many ranks goes on as it was
             assert owners == [{g.group_id for g in run.collector.unfinished.groups} for run in runs]
+
+
+@settings(fuzz, max_examples=12)
+@given(configurations(), st.sampled_from([(1, 1), (2, 2), (2, 1), (2, 3)]), st.integers(1, 12), st.booleans())
+def test_a_stop_asked_of_one_rank_stops_all_and_loses_nothing(configuration, num_ranks, num_asked, has_slots):
+    """At the end of a round within a step: what is saved there is what is resumed from."""
+    if has_slots:
+        configuration |= {"num_slots": 4, "num_segments": max(2, configuration["num_segments"])}
+    before, after = num_ranks
+    sampled = {}
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def body(run):
+            asked = 0
+
+            def should_stop():
+                nonlocal asked
+                asked += 1
+                return run.rank == before - 1 and asked >= num_asked
+
+            run.collector._should_stop = should_stop
+            try:
+                while True:
+                    run.step()
+                    run.exchange({})
+            except RolloutStopped:
+                run.exchange({})
+            run.check_ledger()
+            run.exchange({})
+            save(run, folder)
+            return run
+
+        runs = completed(run_ranks(before, body, sampled=sampled, **configuration))
+
+        def going_on(run):
+            load(run, folder, version=runs[0].version)
+            run.version, run.closed = runs[0].version, list(runs[0].closed)
+            run.engine.simulated.num_started = 100_000 * (50 + run.rank)
+            run.engine.sampled = sampled
+            run.check_ledger()
+            run.exchange({})
+            for _ in range(2):
+                run.step()
+                run.exchange({})
+            return run.collector.ledger_balance()
+
+        balances = completed(run_ranks(after, going_on, sampled=sampled, **configuration))
+    assert balances == [balances[0]] * after
 
 
 def test_work_is_dealt_by_what_remains():

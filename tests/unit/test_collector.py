@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import pickle
+import sys
 import threading
 
 import numpy as np
@@ -754,6 +755,44 @@ def test_a_failing_rank_stops_the_others(part):
     assert isinstance(own, ValueError)
     assert isinstance(other, RuntimeError), repr(other)
     assert "failed on rank 1 (ValueError: no memory left)" in str(other)
+
+
+def test_an_engine_that_exits_on_one_rank_stops_the_others():
+    def body(run):
+        if run.rank == 1:
+            run.collector.engine.decode = sys.exit
+            with pytest.raises(SystemExit):
+                run.step()
+            return None
+        return run.step()
+
+    other, own = run_ranks(2, body, groups_per_batch=4, num_segments=1)
+    assert own is None
+    assert isinstance(other, RuntimeError) and "failed on rank 1 (SystemExit" in str(other)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_whoever_catches_an_error_of_the_engine_can_go_on(error):
+    run = Run(num_segments=4, cap=40, median_length=40)
+    run.step()
+    decode = run.collector.engine.decode
+
+    def failing(requests):
+        results = decode(requests)
+        yield next(results)
+        yield next(results)
+        raise error
+
+    run.collector.engine.decode = failing
+    with pytest.raises(error):
+        run.collector.collect(run.version)
+    run.collector.ledger_balance()
+    run.collector.engine.decode = decode
+    for _ in range(3):
+        run.collector.collect(run.version)
+        run.collector.finish_batch(run.version)
+        run.collector.ledger_balance()
+        run.version += 1
 
 
 def test_a_failing_reward_on_one_rank_stops_nobody():
