@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from trl_ulorl.rollout.checkpoint import StepPosition, load_rollout, save_rollout
+from trl_ulorl.rollout.checkpoint import load_rollout, save_rollout
 from trl_ulorl.rollout.collector import CollectorSettings, Prompt, Ticket
 from trl_ulorl.rollout.pool import Finish, RolloutGroup, Segment
 from trl_ulorl.rollout.prompts import PromptStream
+from trl_ulorl.rollout.restore import StepPosition
 from trl_ulorl.rollout.schedule import SegmentSchedule
 from trl_ulorl.rollout.scoring import RewardInput, RewardScorer, RewardSource
 from trl_ulorl.rollout.segmented import SegmentCollector

@@ -54,13 +54,14 @@ from .config import DMMPTsConfig, UloRLConfig
 from .diagnostics import Alarms, UpdateSums, masked_advantages
 from .records import RolloutLog
 from .replay import ReplayedReward, replay_logs
-from .rollout.checkpoint import StepPosition, load_rollout, save_rollout
+from .rollout.checkpoint import load_rollout, save_rollout
 from .rollout.collector import CollectorSettings, ExperienceCollector, RolloutStopped
 from .rollout.continuous import ContinuousCollector
 from .rollout.engine import SegmentEngine
 from .rollout.packing import sampling_matrices
 from .rollout.pool import Rollout, RolloutGroup
 from .rollout.prompts import PromptStream
+from .rollout.restore import StepPosition
 from .rollout.schedule import ContinuousSchedule, SegmentSchedule
 from .rollout.scoring import RewardScorer, RewardSource
 from .rollout.segmented import SegmentCollector

@@ -51,7 +51,7 @@ def live(folder: Path, plan: tuple[str, int, float] | None) -> None:
     torch.set_num_threads(1)
     trainer = make_trainer(folder, reward, **SETTINGS)
     decode, close = trainer._collector.engine.decode, trainer._collector._on_close
-    write, step = state._write_arrays, trainer.training_step
+    write, step = state.write_arrays, trainer.training_step
 
     def decoding(requests):
         begin("decode")
@@ -71,7 +71,7 @@ def live(folder: Path, plan: tuple[str, int, float] | None) -> None:
             file.write(json.dumps([group.group_id, ids]) + "\n")
         close(group, outcome, version)
 
-    trainer._collector.engine.decode, state._write_arrays, trainer.training_step = decoding, writing, stepping
+    trainer._collector.engine.decode, state.write_arrays, trainer.training_step = decoding, writing, stepping
     trainer._collector._on_close = closing
     try:
         newest = newest_whole_checkpoint(folder / "run", discards=False)

@@ -123,7 +123,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
     whole = make_trainer(tmp_path, **step_settings())
     whole.train()
     shutil.rmtree(tmp_path / "run")
-    write = state._write_arrays
+    write = state.write_arrays
 
     def full(path, content):
         if "checkpoint-3" in str(path):
@@ -131,7 +131,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
         return write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(state, "_write_arrays", full)
+        patch.setattr(state, "write_arrays", full)
         with pytest.raises(
             OSError, match=r"checkpoint-3 \(OSError: .*No space left on device.*earlier ones are as they were"
         ):
@@ -145,7 +145,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
 def test_a_checkpoint_of_the_same_step_is_not_whole_while_it_is_written_anew(tmp_path, monkeypatch):
     make_trainer(tmp_path, **step_settings(max_steps=2)).train()
     resumed = make_trainer(tmp_path, **step_settings(max_steps=2))
-    monkeypatch.setattr(state, "_write_arrays", lambda *_: (_ for _ in ()).throw(OSError("the disk is gone")))
+    monkeypatch.setattr(state, "write_arrays", lambda *_: (_ for _ in ()).throw(OSError("the disk is gone")))
     with pytest.raises(OSError, match="the disk is gone"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert not is_committed(tmp_path / "run" / "checkpoint-2")

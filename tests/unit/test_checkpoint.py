@@ -27,8 +27,9 @@ from test_collector import (
 )
 
 from trl_ulorl.rollout import state
-from trl_ulorl.rollout.checkpoint import StepPosition, load_rollout, save_rollout
+from trl_ulorl.rollout.checkpoint import load_rollout, save_rollout
 from trl_ulorl.rollout.collector import Prompt, RolloutStopped
+from trl_ulorl.rollout.restore import StepPosition
 from trl_ulorl.rollout.schedule import dealt_owners, expected_remaining
 from trl_ulorl.rollout.state import Ranks, StateError, StateFormatError, check_whole
 
@@ -181,7 +182,7 @@ def test_many_short_parts_are_written_in_order(tmp_path):
     parts = [rng.integers(0, 100, size=size, dtype=np.int32) for size in rng.integers(1, 40_000, size=700)]
     logps = [part.astype(np.float32) for part in parts]
     wide, empty = torch.arange(5, dtype=torch.float64), [np.empty(0, dtype=np.float32)]
-    entry = state._write_arrays(tmp_path / "x", {"a": parts, "b": logps, "wide": wide, "empty": empty})
+    entry = state.write_arrays(tmp_path / "x", {"a": parts, "b": logps, "wide": wide, "empty": empty})
     data = (tmp_path / "x").read_bytes()
     assert entry == {"bytes": len(data), "xxh3": xxhash.xxh3_128_hexdigest(data)}
     tensors = load_file(tmp_path / "x")
@@ -195,7 +196,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
     """The system may write less than it was given."""
     whole = os.writev
     monkeypatch.setattr(os, "writev", lambda descriptor, parts: whole(descriptor, [bytes(parts[0][:5])]))
-    state._write_arrays(tmp_path / "x", {"a": [np.arange(9, dtype=np.int32), np.arange(4, dtype=np.int32)]})
+    state.write_arrays(tmp_path / "x", {"a": [np.arange(9, dtype=np.int32), np.arange(4, dtype=np.int32)]})
     assert load_file(tmp_path / "x")["a"].tolist() == [*range(9), *range(4)]
 
 
@@ -228,7 +229,7 @@ def test_a_full_disk_leaves_the_older_state(tmp_path, monkeypatch, name):
     save(run, tmp_path)
     before = state_of(run.collector)
     saved = {path.name: path.read_bytes() for path in (tmp_path / "rollout").iterdir()}
-    part = "_write_json" if name.endswith("json") else "_write_arrays"
+    part = "_write_json" if name.endswith("json") else "write_arrays"
     write = getattr(state, part)
 
     def full(path, content):
