@@ -4,6 +4,7 @@ Started by test_kill.py in a process of its own: it forks a child for each life,
 it does, and once it has begun the n-th piece of a phase it is killed within some milliseconds, wherever it then is.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -22,10 +23,13 @@ from safetensors.torch import load_file
 from trl_ulorl.checkpoints import newest_whole_checkpoint
 from trl_ulorl.rollout import state
 
+with contextlib.suppress(ImportError):
+    import deepspeed  # noqa: F401 - accelerate would import it in every life
+
 PHASES = ("decode", "score", "save", "update")
+STEPS_PER_LIFE = 3  # at most, so that the run does not end before its kills
 SETTINGS = {
     "num_segments": 3,
-    "max_steps": 12,
     "num_iterations": 2,  # every second checkpoint is inside a batch
     "save_strategy": "steps",
     "save_steps": 1,
@@ -34,7 +38,7 @@ SETTINGS = {
 }
 
 
-def live(folder: Path, plan: tuple[str, int, float] | None) -> None:
+def live(folder: Path, max_steps: int, plan: tuple[str, int, float] | None) -> None:
     """Train to the end, or until the kill that is planned: the phase, the piece of it, and the seconds after its start."""
     counts = dict.fromkeys(PHASES, 0)
 
@@ -49,7 +53,7 @@ def live(folder: Path, plan: tuple[str, int, float] | None) -> None:
         return length_reward(completions)
 
     torch.set_num_threads(1)
-    trainer = make_trainer(folder, reward, **SETTINGS)
+    trainer = make_trainer(folder, reward, max_steps=max_steps, **SETTINGS)
     decode, close = trainer._collector.engine.decode, trainer._collector._on_close
     write, step = state.write_arrays, trainer.training_step
 
@@ -83,12 +87,12 @@ def live(folder: Path, plan: tuple[str, int, float] | None) -> None:
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def fork(folder: Path, plan: tuple[str, int, float] | None) -> int:
+def fork(folder: Path, max_steps: int, plan: tuple[str, int, float] | None) -> int:
     """Return how the child ended: 0, or the number of the signal."""
     child = os.fork()
     if child == 0:
         try:
-            live(folder, plan)
+            live(folder, max_steps, plan)
             sys.stderr.flush()
             os._exit(0)
         except BaseException:  # noqa: BLE001 - a child must never go on as its parent
@@ -125,19 +129,16 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
     whole, killed = folder / "whole", folder / "killed"
     for each in (whole, killed):
         each.mkdir(parents=True)
-    fork(whole, None)
+    max_steps = STEPS_PER_LIFE * (num_kills + 1)
+    fork(whole, max_steps, None)
     counts = json.loads((whole / "result.json").read_text())["counts"]
     rng = np.random.default_rng(seed)
     kills, seen = [], []
     while len(kills) < num_kills:
         phase = PHASES[len(kills) % len(PHASES)]
-        # Within a few steps of a life, so that lives add up to the whole run, and now and then one gets nowhere.
-        piece = int(rng.integers(1, max(2, counts[phase] // 4)))
-        if not fork(killed, (phase, piece, float(rng.uniform(0, 0.03)))):
-            (killed / "result.json").unlink()  # it got to its end: another one from an earlier checkpoint
-            newest = Path(newest_whole_checkpoint(killed / "run", discards=False))
-            (newest / "trainer_state.json").unlink()
-            continue
+        piece = int(rng.integers(1, STEPS_PER_LIFE * counts[phase] // max_steps + 1))
+        if fork(killed, max_steps, (phase, piece, float(rng.uniform(0, 0.03)))) != signal.SIGKILL:
+            raise SystemExit(f"The run ended before its kills: {kills}")
         try:
             newest = newest_whole_checkpoint(killed / "run", discards=False)
         except ValueError:
@@ -145,7 +146,7 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
             continue
         kills.append([phase, int(newest.rpartition("-")[2])])
         seen.append(prefixes(newest))
-    fork(killed, None)
+    fork(killed, max_steps, None)
     tokens = read_tokens(killed)
     changed = [
         name for held in seen for name, ids in held.items() if name in tokens and tokens[name][: len(ids)] != ids
