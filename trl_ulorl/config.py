@@ -174,6 +174,18 @@ class UloRLConfig(GRPOConfig):
         metadata={"help": "Name of the reward function that measures correctness in {0, 1}. None: the first."},
     )
 
+    # Checkpoints
+    resume_rollout: str = field(
+        default="strict",
+        metadata={
+            "help": "Rollouts that a checkpoint can't give back: 'strict' refuses it, 'discard' sets them aside."
+        },
+    )
+    graceful_stop: bool = field(
+        default=True,
+        metadata={"help": "On SIGTERM or Ctrl-C finish the engine call, save a checkpoint and exit."},
+    )
+
     # Records
     log_rollouts: bool = field(
         default=True,
@@ -197,6 +209,7 @@ class UloRLConfig(GRPOConfig):
         config_checks.check_sampling(self)
         config_checks.check_importance(self)
         config_checks.check_overlong(self)
+        config_checks.check_checkpoints(self)
 
     def _parse_json_dmmpts(self) -> Any:
         if isinstance(self.dmmpts, str) and self.dmmpts.strip().startswith("{"):

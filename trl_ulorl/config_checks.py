@@ -101,6 +101,7 @@ def check_choices(config: UloRLConfig) -> None:
         "rollout_schedule": ("segment", "continuous"),
         "vllm_mode": ("colocate", "server"),
         "loss_type": _LOSS_TYPES,
+        "resume_rollout": ("strict", "discard"),
         "importance_sampling_level": ("token", "sequence"),
         "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     }.items():
@@ -379,4 +380,14 @@ def check_overlong(config: UloRLConfig) -> None:
             f"`overlong_cache_length` ({config.overlong_cache_length}) must lie in (0, `max_completion_length` = "
             f"{config.max_completion_length}] and belongs to `overlong='soft'` (here {config.overlong!r}): the "
             "punishment grows over that many tokens before the limit. Leave it out for a fifth of the limit."
+        )
+
+
+def check_checkpoints(config: UloRLConfig) -> None:
+    """Refuse a second way to save on a signal, which knows nothing of the rollout."""
+    if config.enable_jit_checkpoint:
+        raise ValueError(
+            "`enable_jit_checkpoint=True` saves in the middle of an update, where gradients and the rest of the batch "
+            "would be lost. Leave it off: `graceful_stop` (on by default) saves on SIGTERM, at the end of the engine call "
+            "or of the update."
         )

@@ -53,10 +53,11 @@ class RolloutLog:
         return self._path.stat().st_size if self._is_begun and self._path.exists() else 0
 
     def go_back_to(self, num_bytes: int) -> None:
-        """Cut off what was written after a checkpoint: those groups will come again."""
+        """Cut off what was written after a checkpoint: those groups will come again. -1 for an unknown place."""
         if self._is_enabled and self._path.exists():
             self._is_begun = True
-            os.truncate(self._path, min(num_bytes, self._path.stat().st_size))
+            if num_bytes >= 0:
+                os.truncate(self._path, min(num_bytes, self._path.stat().st_size))
 
 
 def _rollout_record(rollout: Rollout) -> dict[str, Any]:

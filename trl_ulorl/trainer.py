@@ -10,12 +10,15 @@ Every parent method is wrapped, none is copied. The seams, each guarded by a con
 - `_get_per_token_logps_and_entropies` while `_compute_loss` runs: mask mastered tokens by a zero advantage; while a
   batch is scored: leave out the padding;
 - `training_step`: note where an update ends, and book the batch once its last one is done;
-- `_save_rng_state`, `_load_optimizer_and_scheduler`: save and load the rollout's state with a checkpoint.
+- `_save_checkpoint`, `_save_rng_state`, `_load_optimizer_and_scheduler`: save and load the rollout's state with a
+  checkpoint, which is whole or not there; `train`: stop and save when a signal asks for it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -37,7 +40,7 @@ from trl.models import unwrap_model_for_generation
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import get_callable_name, get_config_model_id
 
-from . import microbatches
+from . import checkpoints, microbatches
 from .checks import (
     check_model_limit,
     check_reward_funcs,
@@ -51,21 +54,26 @@ from .config import DMMPTsConfig, UloRLConfig
 from .diagnostics import Alarms, UpdateSums, masked_advantages
 from .records import RolloutLog
 from .replay import ReplayedReward, replay_logs
-from .rollout.collector import CollectorSettings, ExperienceCollector
+from .rollout.checkpoint import load_rollout, save_rollout
+from .rollout.collector import CollectorSettings, ExperienceCollector, RolloutStopped
 from .rollout.continuous import ContinuousCollector
 from .rollout.engine import SegmentEngine
 from .rollout.packing import sampling_matrices
 from .rollout.pool import Rollout, RolloutGroup
 from .rollout.prompts import PromptStream
+from .rollout.restore import StepPosition
 from .rollout.schedule import ContinuousSchedule, SegmentSchedule
 from .rollout.scoring import RewardScorer, RewardSource
 from .rollout.segmented import SegmentCollector
-from .rollout.state import FOLDER, load_state, pack_batches, save_state, unpack_batches, write_json
+from .rollout.state import Ranks
 from .rollout.transformers import TransformersEngine
 from .rollout.vllm import ColocatedEngine, SegmentVLLM, replaced_vllm_generation
 from .rollout.vllm_client import ServedEngine
 from .rollout.vllm_server import ServedVLLM
 from .rows import PromptRows
+from .stop import StopCallback, StopRequest
+
+logger = logging.getLogger(__name__)
 
 _TOTALS = ("verifier/failed", "rollout/epoch")  # besides the ledger's
 
@@ -204,6 +212,16 @@ class UloRLTrainer(GRPOTrainer):
                 peft_config=peft_config,
             )
         check_tokenizer(self._tokenizer)
+        self._stop = StopRequest()
+        self.add_callback(StopCallback(self._stop, self._most_of))
+        self._ranks = Ranks(
+            lambda payload: gather_object([payload]),
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            args.ranks_per_engine,
+        )
+        self._saved_step = -1  # the step of the last checkpoint of this run
+        self._sampler_state: dict[str, Tensor] = {}  # to go on from, where a step was stopped while it decoded
         engine = self._build_engine()
         self._rows = PromptRows(
             self.train_dataset,
@@ -307,11 +325,13 @@ class UloRLTrainer(GRPOTrainer):
             ),
             "tokenize": self._rows.prompts,
             "render": self._rows.render,
-            "exchange": lambda payload: gather_object([payload]),
-            "rank": self.accelerator.process_index,
-            "num_ranks": self.accelerator.num_processes,
-            "ranks_per_engine": args.ranks_per_engine,
+            "exchange": self._ranks.exchange,
+            "rank": self._ranks.rank,
+            "num_ranks": self._ranks.num_ranks,
+            "ranks_per_engine": self._ranks.ranks_per_engine,
             "on_close": self._log_file.write,
+            # Where gradients of earlier batches wait for the end of an update, they would be lost.
+            "should_stop": lambda: bool(self._stop.signal_number) and self._step == self._window_start,
         }
         assert args.segment_length is not None and args.max_inflight_groups is not None
         bounds: dict[str, Any] = {
@@ -366,6 +386,7 @@ class UloRLTrainer(GRPOTrainer):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
         version = self.state.global_step
+        self._restore_sampler()
         batch = self._collector.collect(version, self._num_batches_left())
         rows = [(group, rollout) for group in batch for rollout in group.rollouts]
         share = len(rows) // self.accelerator.num_processes
@@ -507,16 +528,41 @@ class UloRLTrainer(GRPOTrainer):
             self._collector.ledger_balance()
         return loss
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the parent does; a further call starts a new rollout, or takes up that of a checkpoint."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the parent does; a further call starts a new rollout, or takes up that of a checkpoint.
+
+        Args:
+            resume_from_checkpoint: A checkpoint's folder, or True for the newest whole one in `output_dir`.
+            *args: As in the parent.
+            **kwargs: As in the parent.
+
+        Raises:
+            ValueError: If the checkpoint is not whole or does not fit this run.
+            SystemExit: Once a run that SIGTERM stopped is saved; `KeyboardInterrupt` after Ctrl-C.
+        """
         if self._has_begun:  # steps count from 0 again, so groups of the last run would have no age
             self._collector = self._build_collector(self._correctness_index, self._collector.engine)
             self._update_sums.reset()
             self._log_file.restart()
             self._step, self._window_start, self._buffered_inputs, self._dealt = 0, 0, None, None
+            self._saved_step, self._sampler_state = -1, {}
         self._has_begun = True
         self._last_loaded_step = -1  # another run may reach the step of the last sync with other weights
-        return super().train(*args, **kwargs)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest_checkpoint()
+        elif resume_from_checkpoint:
+            self._check_committed(resume_from_checkpoint)
+        output = None
+        with self._stop.listening(is_enabled=self.args.graceful_stop):
+            try:
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+            except RolloutStopped:
+                self._save_stopped_step()
+        if self._stop.is_granted:
+            self._exit()
+        if self._stop.signal_number:  # it came after the last update: nothing is left to stop
+            signal.raise_signal(self._stop.signal_number)
+        return output
 
     def end(self) -> None:
         """Finish the trackers, a colocated vLLM and the process group, at the very end of a script.
@@ -559,34 +605,131 @@ class UloRLTrainer(GRPOTrainer):
         super()._load_best_model()
         self._last_loaded_step = -1  # other weights at the same step
 
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    def _window(self) -> dict[str, int]:
+        """What the micro-batches of a batch depend on."""
+        names = (
+            "per_device_train_batch_size",
+            "steps_per_generation",
+            "num_iterations",
+            "gradient_accumulation_steps",
+        )
+        return {"num_ranks": self._ranks.num_ranks, **{name: getattr(self.args, name) for name in names}}
+
+    def _checkpoint_folder(self) -> str:
+        return str(Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save as the parent does, so that a checkpoint of the same step is not whole meanwhile; then rotate."""
+        folder = self._checkpoint_folder()
+        if self.args.should_save:
+            checkpoints.withdraw(folder)
+        self.accelerator.wait_for_everyone()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self._saved_step = self.state.global_step
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            checkpoints.rotate(self._get_output_dir(trial=trial), limit=limit, newest=folder, best=best)
+
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the rollout's state on every rank, before `trainer_state.json` marks the checkpoint as whole."""
         super()._save_rng_state(output_dir)
-        state, arrays = self._collector.state_dict()
-        state["step"] = self._step
-        state["rollout_log_bytes"] = self._log_file.num_bytes
-        tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        self._save_rollout(output_dir)
+
+    def _save_rollout(self, output_dir: str) -> None:
         # Inside the window of a batch that feeds several updates the rest of the batch is part of the state.
-        if self._step % self.args.micro_steps_per_batch:
-            state["num_buffered"] = len(self._buffered_inputs)
-            tensors.update(pack_batches(self._buffered_inputs))
-        rank = self.accelerator.process_index
-        save_state(output_dir, rank, self.accelerator.num_processes, state, tensors)
-        if self.accelerator.is_main_process:
-            write_json(Path(output_dir) / FOLDER / "ledger.json", self.ledger())
+        is_inside = self._step % self.args.micro_steps_per_batch != 0
+        position = StepPosition(
+            self.state.global_step,
+            step=self._step if is_inside else 0,
+            log_bytes=self._log_file.num_bytes,
+            buffered=self._buffered_inputs if is_inside else [],
+            sampler=self._sampler_state,
+        )
+        save_rollout(self._collector, output_dir, self._ranks, position, self._window)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the rollout's state too; called on every backend, on every rank."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        state, tensors = load_state(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
-        self._collector.load_state_dict(state, {name: tensor.numpy() for name, tensor in tensors.items()})
+        position = load_rollout(
+            self._collector,
+            checkpoint,
+            self._ranks,
+            version=self.state.global_step,
+            window=self._window,
+            vocab_size=self.model.config.get_text_config().vocab_size,
+            discards=self.args.resume_rollout == "discard",
+        )
         self._dealt = None
-        self._step = self._window_start = state["step"]  # checkpoints are written between updates
-        if "num_buffered" in state:
-            self._buffered_inputs = unpack_batches(tensors, state["num_buffered"], self.accelerator.device)
-        self._log_file.go_back_to(state["rollout_log_bytes"])
+        self._step = self._window_start = position.step  # checkpoints are written between updates
+        device = self.accelerator.device
+        self._buffered_inputs = [{k: v.to(device) for k, v in batch.items()} for batch in position.buffered] or None
+        self._sampler_state = position.sampler
+        self._log_file.go_back_to(position.log_bytes)
+
+    def _newest_checkpoint(self) -> str:
+        """Return the newest whole checkpoint: the main process looks for it."""
+        output_dir, discards = cast(str, self.args.output_dir), self.args.resume_rollout == "discard"
+        found = self._ranks.gather(
+            lambda: checkpoints.newest_whole_checkpoint(output_dir, discards=discards) if self._ranks.is_main else ""
+        )
+        return found[0]
+
+    def _check_committed(self, checkpoint: str) -> None:
+        if Path(checkpoint).is_dir() and not checkpoints.is_committed(checkpoint):
+            raise ValueError(
+                f"{checkpoint} has no whole `{checkpoints.COMMIT_MARK}`: it was not saved to its end. Resume from another "
+                "checkpoint, or pass `resume_from_checkpoint=True` for the newest whole one."
+            )
+
+    # ---------------------------------------------------------------------------------------------- stopping by a signal
+
+    def _most_of(self, number: int) -> int:
+        """Return the largest of all ranks' numbers."""
+        if self._ranks.num_ranks == 1:
+            return number
+        return max(int(payload["number"]) for payload in self._ranks.exchange({"number": number}))
+
+    def _save_stopped_step(self) -> None:
+        """Save in the middle of a rollout step, at the end of a round: the weights are those of the last update."""
+        self._stop.grant(self._most_of(self._stop.signal_number))
+        self._sampler_state = {"cpu": torch.get_rng_state()}
+        if self.accelerator.device.type == "cuda":
+            self._sampler_state["cuda"] = torch.cuda.get_rng_state()
+        if self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, None)
+        elif not self.args.save_only_model:
+            # Of the checkpoint of the last update only this folder is replaced, at once: it stays whole whatever happens.
+            self._save_rollout(self._checkpoint_folder())
+
+    def _restore_sampler(self) -> None:
+        """Go on sampling where a stopped step was saved."""
+        state, self._sampler_state = self._sampler_state, {}
+        if "cpu" in state:
+            torch.set_rng_state(state["cpu"])
+        if "cuda" in state and self.accelerator.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"])
+
+    def _exit(self) -> None:
+        number = self._stop.signal_number
+        folder = self._checkpoint_folder()
+        way_on = f"Resume with `trainer.train(resume_from_checkpoint=True)`, or with {folder!r} in its place."
+        if self.args.save_only_model:
+            way_on = f"With `save_only_model=True` it can't be resumed: start anew with `model={folder!r}`."
+        message = f"{signal.Signals(number).name} stopped the run at step {self.state.global_step}, saved in {folder}. {way_on}"
+        if self._ranks.is_main:
+            logger.warning(message)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt(message)
+        raise SystemExit(128 + number)
 
     # --------------------------------------------------------------------------------------------------------- records
 

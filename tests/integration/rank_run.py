@@ -1,6 +1,8 @@
 """Train for a few steps on every rank and write what this rank ended with; started by torchrun from test_ranks.py."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from transformers import ProgressCallback
 
 from trl_ulorl import UloRLTrainer
 
+OWN = ("fails_on_rank", "leaves_padding", "resume", "signal_on_rank", "at_step")  # not the configuration's
+
 
 def main(folder: Path, overrides: dict) -> None:
     torch.set_num_threads(1)
@@ -27,7 +31,7 @@ def main(folder: Path, overrides: dict) -> None:
 
     if overrides.get("leaves_padding"):
         leave_padding(MonkeyPatch())
-    settings = {key: value for key, value in overrides.items() if key not in ("fails_on_rank", "leaves_padding")}
+    settings = {key: value for key, value in overrides.items() if key not in OWN}
     args = arguments(folder, ddp_backend="gloo", **settings)
     trainer = UloRLTrainer(make_model(), reward, args, make_dataset(), processing_class=make_tokenizer())
     trainer.remove_callback(ProgressCallback)
@@ -35,16 +39,20 @@ def main(folder: Path, overrides: dict) -> None:
 
     def counting_decode(requests):
         decoded.append(len(requests))
+        number, rank = overrides.get("signal_on_rank", (0, None))
+        if rank == trainer.accelerator.process_index and trainer.state.global_step == overrides["at_step"]:
+            os.kill(os.getpid(), number if not trainer._stop.signal_number else signal.SIGCONT)
         return engine_decode(requests)
 
     trainer._collector.engine.decode = counting_decode
-    trainer.train()
+    trainer.train(resume_from_checkpoint=overrides.get("resume"))
     result = {
         "ledger": trainer.ledger(),
         "decoded": decoded,
         "parameters": [value.double().sum().item() for value in trainer.model.parameters()],
         "history": trainer.state.log_history,
     }
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
     trainer.end()  # a process group that is still up at exit may abort the process
 

@@ -2,22 +2,35 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from trl_ulorl.checkpoints import newest_whole_checkpoint
+
 pytestmark = pytest.mark.slow
 
 
-def run_two_ranks(folder, **overrides):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def launch(folder, num_ranks, **overrides):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     command += [str(Path(__file__).with_name("rank_run.py")), str(folder), json.dumps(overrides)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def run_ranks(folder, num_ranks, **overrides):
+    done = launch(folder, num_ranks, **overrides)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def run_two_ranks(folder, **overrides):
+    return run_ranks(folder, 2, **overrides)
 
 
 def assert_ranks_agree(first, second):
@@ -76,3 +89,57 @@ def test_each_rank_cuts_its_own_micro_batches(tmp_path):
         assert 1 <= without["rollout/padding_ratio"] < 0.9 * without["rollout/padding_ratio_uncut"]
         assert padded["rollout/padding_ratio"] == padded["rollout/padding_ratio_uncut"]
         assert padded["rollout/padding_ratio_uncut"] == without["rollout/padding_ratio_uncut"]
+
+
+# ------------------------------------------------------------------------------------------------- resume, stop and death
+
+SAVING = {"num_segments": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_inflight_groups": 12}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """A run of two ranks that nothing interrupts: its folder, and what each rank ended with."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return folder, run_two_ranks(folder, per_device_train_batch_size=8, **SAVING)
+
+
+def test_one_two_and_four_ranks_go_on_from_two(tmp_path, two_ranks):
+    """With the same global batch; two ranks go on exactly as the run that was not interrupted."""
+    origin, whole = two_ranks
+    saved = json.loads((origin / "run" / "checkpoint-2" / "rollout" / "ledger.json").read_text())
+    assert saved["groups"]["unfinished"] > 2
+    for num_ranks in (1, 2, 4):
+        folder = tmp_path / f"on_{num_ranks}"
+        shutil.copytree(origin / "run" / "checkpoint-2", folder / "run" / "checkpoint-2")
+        shutil.copy(origin / "run" / "rollouts.jsonl", folder / "run" / "rollouts.jsonl")
+        ranks = run_ranks(folder, num_ranks, per_device_train_batch_size=16 // num_ranks, resume=True, **SAVING)
+        assert all(rank["parameters"] == ranks[0]["parameters"] for rank in ranks)
+        assert all(rank["ledger"] == ranks[0]["ledger"] for rank in ranks)
+        ledger = ranks[0]["ledger"]["groups"]
+        assert ledger["trained"] == 4 * 4
+        lines = [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_text().splitlines()]
+        ids = [line["group"] for line in lines]
+        assert len(ids) == len(set(ids)) == ledger["trained"] + ledger["filtered"] + ledger["set_aside"]
+        # What two ranks had admitted is trained on or filtered first.
+        assert all(line["admitted"] <= 2 for line in lines[: saved["groups"]["admitted"] // 2])
+        if num_ranks == 2:
+            assert ranks[0]["parameters"] == whole[0]["parameters"] and ranks[0]["ledger"] == whole[0]["ledger"]
+
+
+def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path, two_ranks):
+    whole, number = two_ranks[1], signal.SIGTERM
+    settings = {**SAVING, "save_steps": 100, "per_device_train_batch_size": 8}
+    done = launch(tmp_path, 2, signal_on_rank=[int(number), 1], at_step=2, **settings)
+    assert done.returncode != 0
+    assert f"{number.name} stopped the run at step 2, saved in" in done.stderr
+    assert "resume_from_checkpoint=True" in done.stderr
+    resumed = run_two_ranks(tmp_path, resume=True, **settings)
+    assert resumed[0]["parameters"] == whole[0]["parameters"] and resumed[0]["ledger"] == whole[0]["ledger"]
+
+
+def test_the_death_of_a_rank_ends_the_job_with_the_reason(tmp_path):
+    started = time.monotonic()
+    done = launch(tmp_path, 2, signal_on_rank=[int(signal.SIGKILL), 1], at_step=2, **{**SAVING, "save_steps": 1})
+    assert done.returncode != 0 and time.monotonic() - started < 120
+    assert "Signal 9 (SIGKILL) received by PID" in done.stderr
+    assert newest_whole_checkpoint(tmp_path / "run", discards=False).endswith("checkpoint-2")

@@ -29,6 +29,8 @@ ADDED = {
     "overlong",
     "overlong_cache_length",
     "correctness_func",
+    "resume_rollout",
+    "graceful_stop",
     "log_rollouts",
 }
 CHANGED = {"temperature", "lr_scheduler_type", "vllm_importance_sampling_correction"}
@@ -89,6 +91,8 @@ def test_defaults(tmp_path):
         "overlong": "wrong",
         "overlong_cache_length": None,
         "correctness_func": None,
+        "resume_rollout": "strict",
+        "graceful_stop": True,
         "log_rollouts": True,
     }
 
@@ -453,6 +457,14 @@ REFUSALS = {
     ),
     "negative temperature": ({"temperature": -1.0}, ["`temperature` (-1.0) must be positive"]),
     "undefined temperature": ({"temperature": math.nan}, ["`temperature` (nan) must be positive"]),
+    "a second way to save on a signal": (
+        {"enable_jit_checkpoint": True},
+        ["`enable_jit_checkpoint=True` saves in the middle of an update", "Leave it off", "`graceful_stop`"],
+    ),
+    "what to do without rollouts": (
+        {"resume_rollout": "drop"},
+        ["`resume_rollout` ('drop')", "one of 'strict', 'discard'"],
+    ),
     "vLLM's mode": ({"vllm_mode": "served"}, ["`vllm_mode` ('served')", "one of 'colocate', 'server'"]),
     "sampling parameters behind the engine": (
         {"use_vllm": True, "generation_kwargs": {"do_sample": True, "seed": 1}},

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from trl_ulorl.rollout.packing import pack_groups, unpack_groups
+from trl_ulorl.rollout.packing import RECORD_TYPES, pack_groups, unpack_groups
 from trl_ulorl.rollout.pool import (
     LENGTH_BINS,
     ExperiencePool,
@@ -186,14 +186,14 @@ def segments(draw):
 
 
 @st.composite
-def rollout_groups(draw, group_id=0):
+def rollout_groups(draw, group_id=0, num_generations=2):
     group = RolloutGroup.start(
         group_id=group_id,
         row_index=draw(st.integers(0, 10**9)),
         prompt_ids=draw(st.lists(int32s, max_size=4)),
         max_length=draw(st.integers(1, 10**6)),
         admitted_version=draw(st.integers(0, 10**6)),
-        num_generations=draw(st.integers(1, 3)),
+        num_generations=num_generations,
     )
     for rollout in group.rollouts:
         for segment in draw(st.lists(segments(), max_size=3)):
@@ -223,16 +223,33 @@ def contents(group):
 
 
 @settings(fuzz, max_examples=25)
-@given(st.integers(0, 3).flatmap(lambda count: st.tuples(*map(rollout_groups, range(count)))))
-def test_packing_round_trips_exactly(groups):
-    records, arrays = pack_groups(groups)
-    copies = unpack_groups(json.loads(json.dumps(records)), {name: values.copy() for name, values in arrays.items()})
-    assert [contents(group) for group in copies] == [contents(group) for group in groups]
+@given(
+    st.tuples(st.integers(0, 3), st.integers(1, 3)).flatmap(
+        lambda sizes: st.tuples(*(rollout_groups(group_id, sizes[1]) for group_id in range(sizes[0])))
+    ),
+    st.data(),
+)
+def test_packing_round_trips_exactly(groups, data):
+    packed = pack_groups(groups)
+    arrays = {name: np.concatenate(parts) for name, parts in packed.tokens.items()}
+    notes = json.loads(json.dumps(packed.notes))
+    keep = [data.draw(st.booleans()) for _ in groups]
+    for kept in (None, keep):
+        copies = unpack_groups(packed.records, arrays, notes, kept)
+        expected = [group for group, is_kept in zip(groups, kept or [True] * len(groups), strict=True) if is_kept]
+        assert [contents(group) for group in copies] == [contents(group) for group in expected]
+    assert {name: values.dtype for name, values in packed.records.items()} == RECORD_TYPES
     assert {name: values.dtype for name, values in arrays.items()} == {
         "prompt_ids": np.int32,
         "token_ids": np.int32,
         "per_token_logps": np.float32,
     }
+    assert all(
+        any(part is s.token_ids for part in packed.tokens["token_ids"])
+        for g in groups
+        for r in g.rollouts
+        for s in r.segments
+    ), "packing copies no token"
     for group in copies:  # a view would keep the whole checkpoint in memory
         for rollout in group.rollouts:
             assert isinstance(rollout.finish, Finish | None)

@@ -19,10 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import NDArray
-
 from .engine import DecodedSegment, SegmentEngine
-from .packing import PACKED_ARRAYS, pack_groups, unpack_groups
 from .pool import (
     ExperiencePool,
     Finish,
@@ -83,7 +80,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class _Ticket:
+class Ticket:
     """What every rank knows of an unfinished group, wherever it lives."""
 
     row_index: int
@@ -93,6 +90,10 @@ class _Ticket:
 
 class RankFailedError(RuntimeError):
     """The rollout failed on another rank, which has told this one."""
+
+
+class RolloutStopped(Exception):
+    """A stop was asked for on some rank; all ranks are at the end of a round, and their pools can be saved."""
 
 
 class ExperienceCollector(ABC):
@@ -112,6 +113,7 @@ class ExperienceCollector(ABC):
         ranks_per_engine: Consecutive processes that share an engine (tensor parallelism): they hold the same unfinished
             groups and submit the same requests.
         on_close: Told of every group that leaves, with its outcome and the policy version.
+        should_stop: Whether to stop at the end of the round; asked on every rank.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class ExperienceCollector(ABC):
         num_ranks: int = 1,
         ranks_per_engine: int = 1,
         on_close: Callable[[RolloutGroup, Outcome, int], None] = lambda group, outcome, version: None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.engine = engine
         self.schedule = schedule
@@ -143,11 +146,13 @@ class ExperienceCollector(ABC):
         self._owner = rank // ranks_per_engine
         self._speaks = rank % ranks_per_engine == 0  # for the ranks that share its engine
         self._on_close = on_close
+        self._should_stop = should_stop
+        self._is_stopping = False
         self.unfinished = UnfinishedPool()
         self.ready = ExperiencePool()
         self.ledger = Ledger()
         self.training: list[RolloutGroup] = []
-        self._tickets: dict[int, _Ticket] = {}
+        self._tickets: dict[int, Ticket] = {}
         self._open_by_owner = [0] * (num_ranks // ranks_per_engine)
         self._unfinished_tokens = 0  # over all ranks
         self._decoded_tokens = 0  # here, in this round
@@ -168,6 +173,8 @@ class ExperienceCollector(ABC):
 
         Raises:
             RuntimeError: If the rollout failed on any rank, or the last batch is not finished.
+            RolloutStopped: If any rank was asked to stop. Complete groups that would only have filled the batch are then
+                booked, and the step begins anew when it is resumed.
         """
         if self.training:
             raise RuntimeError(
@@ -176,14 +183,19 @@ class ExperienceCollector(ABC):
             )
         started = time.perf_counter()
         self.report = StepReport()
+        self._is_stopping = False
         self._fill_batch(version, num_batches_left)
+        if self._is_stopping:
+            self._close_fillers(self.report.fillers, version)
+            self.report.fillers = []
+            raise RolloutStopped
         batch = self._take_batch(version)
         report = self.report
         report.bookkeeping_seconds = time.perf_counter() - started - report.decode_seconds - report.score_seconds
         return batch
 
     def _fill_batch(self, version: int, num_batches_left: int | None) -> None:
-        while not self._has_batch(version, num_batches_left):
+        while not self._is_stopping and not self._has_batch(version, num_batches_left):
             self._run_round(version, lambda: self._advance(version, num_batches_left))
             self.report.num_rounds += 1
 
@@ -233,7 +245,7 @@ class ExperienceCollector(ABC):
 
     def _run_round(self, version: int, work: Callable[[], Work]) -> None:
         payload: dict[str, Any] = {"error": None}
-        failure: Exception | None = None
+        failure: BaseException | None = None
         complete: list[RolloutGroup] = []
         self._decoded_tokens = 0
         try:
@@ -243,11 +255,14 @@ class ExperienceCollector(ABC):
             self.report.score_seconds += time.perf_counter() - started
         except RankFailedError:
             raise  # every rank knows
-        except Exception as error:  # noqa: BLE001 - told to the other ranks first: they would wait for this one for ever
-            failure, payload["error"] = error, f"{type(error).__name__}: {error}"
+        except BaseException as error:  # `sys.exit` in an engine and Ctrl-C too
             if self._num_ranks == 1:  # what was decoded is in the pool: who catches the error can go on
                 self.ledger.tokens["generated"] += self._decoded_tokens
                 self._unfinished_tokens = self.unfinished.num_tokens
+            if isinstance(error, KeyboardInterrupt):
+                raise  # at once: the launcher ends the other ranks
+            # Told to the other ranks first: they would wait for this one for ever.
+            failure, payload["error"] = error, f"{type(error).__name__}: {error}"
         else:
             complete = self.unfinished.pop_complete()
             payload["decoded_tokens"] = self._decoded_tokens
@@ -255,12 +270,13 @@ class ExperienceCollector(ABC):
             payload["open"] = len(self.unfinished.open_rollouts())
             payload["unfinished_tokens"] = self.unfinished.num_tokens
             payload["failed_rewards"] = self.scorer.num_failures.total()
+            payload["stop"] = self._should_stop()
         payloads = self._tell(payload, failure)
         if self._num_ranks > 1:
             complete = [group for other in payloads for group in other["complete"]]
         self._receive(payloads, complete, version)
 
-    def _tell(self, payload: dict[str, Any], failure: Exception | None = None) -> list[dict[str, Any]]:
+    def _tell(self, payload: dict[str, Any], failure: BaseException | None = None) -> list[dict[str, Any]]:
         """Exchange one message a rank, and return those that speak for an engine.
 
         Raises:
@@ -276,6 +292,7 @@ class ExperienceCollector(ABC):
                 raise RankFailedError(
                     f"The rollout failed on rank {rank} ({other['error']}): see that rank's traceback."
                 )
+        self._is_stopping |= any(other["stop"] for other in payloads)
         return payloads[:: self._ranks_per_engine]
 
     def _admit(self, owners: Sequence[int], version: int) -> list[RolloutGroup]:
@@ -283,7 +300,7 @@ class ExperienceCollector(ABC):
         mine: list[tuple[int, int]] = []
         for owner, row_index in zip(owners, self.prompts.take(len(owners)), strict=True):
             group_id = self.ledger.groups["admitted"]
-            self._tickets[group_id] = _Ticket(row_index, version, owner)
+            self._tickets[group_id] = Ticket(row_index, version, owner)
             self.ledger.groups["admitted"] += 1
             if owner == self._owner:
                 mine.append((group_id, row_index))
@@ -346,8 +363,7 @@ class ExperienceCollector(ABC):
         # They stay candidates for filling this batch, filtered groups before those that were set aside: at least their
         # rewards are known. What the batch can't need is booked.
         self.report.fillers.sort(key=lambda filler: filler[1] is Outcome.SET_ASIDE)
-        for group, outcome in self.report.fillers[self.schedule.groups_per_batch :]:
-            self._close(group, outcome, version)
+        self._close_fillers(self.report.fillers[self.schedule.groups_per_batch :], version)
         del self.report.fillers[self.schedule.groups_per_batch :]
 
     def _sort(self, group: RolloutGroup) -> None:
@@ -384,8 +400,7 @@ class ExperienceCollector(ABC):
                 self.report.num_rounds,
                 num_missing,
             )
-        for group, outcome in rest:
-            self._close(group, outcome, version)
+        self._close_fillers(rest, version)
         if self.schedule.is_on_policy:  # a surplus would be stale in the next step
             for group in self.ready.take(len(self.ready)):
                 self._close(group, Outcome.FILTERED, version)
@@ -396,6 +411,10 @@ class ExperienceCollector(ABC):
         order = balanced_order([group.num_tokens for group in batch], self._num_ranks)
         self.training = [batch[index] for index in order]
         return self.training
+
+    def _close_fillers(self, fillers: Sequence[tuple[RolloutGroup, Outcome]], version: int) -> None:
+        for group, outcome in fillers:
+            self._close(group, outcome, version)
 
     def _close(self, group: RolloutGroup, outcome: Outcome, version: int) -> None:
         self.ledger.close(group, outcome)
@@ -421,58 +440,80 @@ class ExperienceCollector(ABC):
         }
 
     @property
-    def _fixed_settings(self) -> dict[str, Any]:
+    def fixed_settings(self) -> dict[str, Any]:
         """What may not change while groups are held."""
         return {
             "num_generations": self._settings.num_generations,
             "max_completion_length": self._settings.max_completion_length,
             "num_segments == 1": self.schedule.is_on_policy,
-            "ranks per rollout engine": self._ranks_per_engine,
+            "number of reward functions": len(self._settings.reward_weights),
         }
 
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """Return this rank's state between two updates as JSON values and arrays."""
-        state: dict[str, Any] = {
-            "settings": self._fixed_settings,
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is alike on every rank, besides the groups held, as JSON values."""
+        return {
+            "settings": self.fixed_settings,
             "prompts": self.prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "tickets": [[i, t.row_index, t.admitted_version, t.owner] for i, t in self._tickets.items()],
-            "open_by_owner": self._open_by_owner,
-            "unfinished_tokens": self._unfinished_tokens,
-            "groups": {},
         }
-        arrays = {}
-        held = {"unfinished": self.unfinished.groups, "ready": self.ready.groups, "training": self.training}
-        for name, groups in held.items():
-            state["groups"][name], packed = pack_groups(groups)
-            arrays.update({f"{name}.{key}": values for key, values in packed.items()})
-        return state, arrays
 
-    def load_state_dict(self, state: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-        """Take up a state that `state_dict` returned on the same rank of equally many.
+    def take_up(
+        self,
+        *,
+        unfinished: Sequence[RolloutGroup],
+        ready: Sequence[RolloutGroup],
+        training: Sequence[RolloutGroup],
+        tickets: dict[int, Ticket],
+        open_by_owner: Sequence[int],
+        unfinished_tokens: int,
+    ) -> None:
+        """Take up groups of an earlier run, once prompts and ledger are at its state.
+
+        Args:
+            unfinished: Those that are decoded here, oldest first.
+            ready: The experience pool.
+            training: The batch that was being trained on.
+            tickets: Every unfinished group, oldest first.
+            open_by_owner: Unfinished rollouts by owner.
+            unfinished_tokens: Tokens of the unfinished groups, over all ranks.
 
         Raises:
-            ValueError: If a setting that the held groups depend on, or the stream of prompts, has changed.
+            RuntimeError: If the ledger does not balance with them.
+            ValueError: If a prompt is not the one that its group was admitted with.
         """
-        for name, value in self._fixed_settings.items():
-            if state["settings"][name] != value:
-                raise ValueError(
-                    f"The checkpoint was saved with `{name}` {state['settings'][name]}, but this run has {value}: its "
-                    "groups in progress could not be trained on. Resume with the same value, or start a new run from the "
-                    "checkpoint's model."
-                )
-        self.prompts.load_state_dict(state["prompts"])
-        self.ledger.load_state_dict(state["ledger"])
-        self._tickets = {i: _Ticket(row, version, owner) for i, row, version, owner in state["tickets"]}
-        self._open_by_owner = list(state["open_by_owner"])
-        self._unfinished_tokens = state["unfinished_tokens"]
-        held = {
-            name: unpack_groups(records, {key: arrays[f"{name}.{key}"] for key in PACKED_ARRAYS})
-            for name, records in state["groups"].items()
-        }
-        self.unfinished, self.ready, self.training = UnfinishedPool(), ExperiencePool(), held["training"]
-        for group in held["unfinished"]:
+        self._check_prompts([*unfinished, *ready])
+        self._tickets = dict(tickets)
+        self._open_by_owner = list(open_by_owner)
+        self._unfinished_tokens = unfinished_tokens
+        self.unfinished, self.ready, self.training = UnfinishedPool(), ExperiencePool(), list(training)
+        for group in unfinished:
             self.unfinished.admit(group)
-        for group in held["ready"]:
+        for group in ready:
             self.ready.add(group)
+        self.report = StepReport()
         self.ledger_balance()
+        for group in unfinished if self._speaks else ():
+            for rollout in group.rollouts:
+                if rollout.is_finished and rollout.rewards is None:  # an error came before its rewards did
+                    self.scorer.submit(self._render(group, rollout))
+        if self._num_held > self.schedule.capacity:
+            logger.warning(
+                "%d groups are held, more than this run may hold (%d): a smaller batch or bound than that of the run that "
+                "saved them. No prompt is admitted until there is room, and `max_staleness` may not hold until then.",
+                self._num_held,
+                self.schedule.capacity,
+            )
+
+    def _check_prompts(self, groups: Sequence[RolloutGroup]) -> None:
+        prompts = self._tokenize([group.row_index for group in groups]) if groups else []
+        for group, prompt in zip(groups, prompts, strict=True):
+            if group.prompt_ids.tolist() != list(prompt.token_ids):
+                raise ValueError(
+                    f"the prompt in row {group.row_index} of the training set has other tokens than when group "
+                    f"{group.group_id} was admitted. Resume with the same training set, tokenizer and chat template"
+                )
+            if group.max_length > prompt.max_length:
+                raise ValueError(
+                    f"group {group.group_id} may take {group.max_length} tokens, but now only {prompt.max_length} fit "
+                    "behind its prompt. Resume with a model and an engine of as many positions"
+                )

@@ -85,10 +85,12 @@ class ContinuousCollector(ExperienceCollector):
                 "open": len(self._waiting) + len(self._decoding_rollouts),
                 "complete": len(self._complete),
                 "due": due_here,
+                "stop": self._should_stop(),
             }
         )
         # One at least: where groups are missing only because `drain` holds fillers back, none would be decoded.
         is_done = sum(s["complete"] for s in states) >= max(1, num_missing) and not any(s["due"] for s in states)
+        is_done |= self._is_stopping
         return [state["open"] for state in states], is_done
 
     def _admit_for_slots(self, open_by_owner: list[int], version: int, num_batches_left: int | None) -> None:

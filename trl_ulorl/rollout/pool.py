@@ -276,12 +276,19 @@ class Ledger:
     set aside + held. The left sides are counted when groups are admitted and tokens decoded, the held terms are read
     from the pools, so the balance is a check and not a definition. A batch that is being trained on counts as ready
     until its last update is done.
+
+    Attributes:
+        groups: Groups admitted, and groups by outcome.
+        tokens: Tokens generated, and tokens by outcome.
+        lengths: By outcome, how many rollouts had 2^b to 2^(b+1) - 1 tokens.
+        discarded: What a resume could not take up and booked as set aside: `reason`, `groups` and `tokens` of each time.
     """
 
     def __init__(self) -> None:
         self.groups: dict[str, int] = {"admitted": 0, **{outcome.value: 0 for outcome in Outcome}}
         self.tokens: dict[str, int] = {"generated": 0, **{outcome.value: 0 for outcome in Outcome}}
         self.lengths: dict[str, list[int]] = {outcome.value: [0] * LENGTH_BINS for outcome in Outcome}
+        self.discarded: list[dict[str, Any]] = []
 
     def close(self, group: RolloutGroup, outcome: Outcome) -> None:
         """Book a group that has left the pools."""
@@ -289,6 +296,22 @@ class Ledger:
         self.tokens[outcome] += group.num_tokens
         for rollout in group.rollouts:
             self.lengths[outcome][rollout.num_tokens.bit_length() - 1] += 1
+
+    def discard(self, num_groups: int, num_tokens: int, reason: str) -> None:
+        """Book groups that a checkpoint held and that can't be taken up from it as set aside.
+
+        Their rollouts are gone, so they are missing in `lengths`.
+        """
+        self.groups[Outcome.SET_ASIDE] += num_groups
+        self.tokens[Outcome.SET_ASIDE] += num_tokens
+        self.discarded.append({"reason": reason, "groups": num_groups, "tokens": num_tokens})
+
+    @property
+    def mean_length(self) -> float:
+        """Mean tokens of the rollouts that have left the pools; 0 before any has."""
+        num_rollouts = sum(sum(counts) for counts in self.lengths.values())
+        num_tokens = sum(self.tokens[outcome] for outcome in Outcome) - sum(each["tokens"] for each in self.discarded)
+        return num_tokens / num_rollouts if num_rollouts else 0.0
 
     def balance(self, *, ready: int, unfinished: int, held_tokens: int) -> dict[str, dict[str, int]]:
         """Return the ledger, after checking that it balances.
@@ -318,11 +341,48 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as JSON values."""
-        lengths = {name: list(counts) for name, counts in self.lengths.items()}
-        return {"groups": dict(self.groups), "tokens": dict(self.tokens), "lengths": lengths}
+        return {
+            "groups": dict(self.groups),
+            "tokens": dict(self.tokens),
+            "lengths": {name: list(counts) for name, counts in self.lengths.items()},
+            "discarded": [dict(each) for each in self.discarded],
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up counters that `state_dict` returned."""
-        self.groups = dict(state["groups"])
-        self.tokens = dict(state["tokens"])
+    def load_state_dict(self, state: Any) -> None:
+        """Take up counters that `state_dict` returned.
+
+        Raises:
+            ValueError: If they are none.
+        """
+        fresh = Ledger()
+        counters: dict[str, dict[str, Any]] = {
+            "groups": {**fresh.groups},
+            "tokens": {**fresh.tokens},
+            "lengths": {**fresh.lengths},
+        }
+        is_valid = isinstance(state, dict) and all(
+            isinstance(state.get(part), dict) and state[part].keys() == entries.keys()
+            for part, entries in counters.items()
+        )
+        if is_valid:
+            counts = [*state["groups"].values(), *state["tokens"].values()]
+            for bins in state["lengths"].values():
+                is_valid &= isinstance(bins, list) and len(bins) == LENGTH_BINS
+                counts += bins if isinstance(bins, list) else []
+            discarded = state.get("discarded")
+            is_valid &= isinstance(discarded, list) and all(
+                isinstance(each, dict) and each.keys() == {"reason", "groups", "tokens"} for each in discarded
+            )
+            if is_valid:
+                counts += [each[part] for each in discarded for part in ("groups", "tokens")]
+            is_valid &= all(is_count(count) for count in counts)
+        if not is_valid:
+            raise ValueError(f"it holds no ledger: {str(state)[:200]}")
+        self.groups, self.tokens = dict(state["groups"]), dict(state["tokens"])
         self.lengths = {name: list(counts) for name, counts in state["lengths"].items()}
+        self.discarded = [dict(each) for each in state["discarded"]]
+
+
+def is_count(value: Any) -> bool:
+    """Whether a JSON value is a whole number from 0 on that fits into 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63

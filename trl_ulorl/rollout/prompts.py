@@ -68,9 +68,13 @@ class PromptStream:
         """Go to a position that `state_dict` returned.
 
         Raises:
-            ValueError: If the data set, the seed or the shuffling differs: the rows would be others.
+            ValueError: If it is no position, or if the data set, the seed or the shuffling differs: the rows would be
+                others.
         """
         mine = self.state_dict()
+        is_position = isinstance(state, dict) and state.keys() == mine.keys()
+        if not is_position or not all(isinstance(v, int) and not isinstance(v, bool) for v in state.values()):
+            raise ValueError(f"it holds no position in a stream of prompts: {str(state)[:200]}")
         changed = [key for key in ("num_rows", "seed", "shuffle") if state[key] != mine[key]]
         if changed:
             raise ValueError(
@@ -78,5 +82,14 @@ class PromptStream:
                 f"has {', '.join(f'{k}={mine[k]}' for k in changed)}: row indices would mean other prompts. Resume with "
                 "the same training set, `seed` and `shuffle_dataset`."
             )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._order = self._order_of(self._epoch)
+        if state["epoch"] < 0 or not 0 <= state["position"] <= self._num_rows:
+            raise ValueError(f"it has position {state['position']} of {self._num_rows} in epoch {state['epoch']}")
+        self._go_to(state["epoch"], state["position"])
+
+    def go_to(self, num_taken: int) -> None:
+        """Go to where the stream is once `num_taken` rows were taken."""
+        self._go_to(*divmod(num_taken, self._num_rows))
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = self._order_of(epoch)

@@ -184,3 +184,36 @@ def balanced_order(num_tokens: Sequence[int], num_ranks: int) -> list[int]:
         shares[rank].append(group)
         totals[rank] += num_tokens[group]
     return [group for share in shares for group in sorted(share)]
+
+
+def expected_remaining(num_tokens: int, max_length: int, mean_length: float) -> float:
+    """Return how many more tokens an unfinished rollout is expected to take.
+
+    As many as it has, and no fewer than the mean length: under a long tail, what has gone on for long goes on for about
+    as long again. Its limit caps it.
+
+    Args:
+        num_tokens: Tokens that it has.
+        max_length: Its limit.
+        mean_length: Mean length of the run's ended rollouts.
+
+    Example:
+        >>> expected_remaining(0, 100, 20.0), expected_remaining(40, 100, 20.0), expected_remaining(90, 100, 20.0)
+        (20.0, 40.0, 10.0)
+    """
+    return float(min(max(num_tokens, mean_length), max_length - num_tokens))
+
+
+def dealt_owners(work: Sequence[float], num_owners: int) -> list[int]:
+    """Deal groups to engines so that each gets about equal work: the largest first, each to the one with the least.
+
+    Example:
+        >>> dealt_owners([5.0, 9.0, 4.0], 2)
+        [1, 0, 1]
+    """
+    owners, totals = [0] * len(work), [0.0] * num_owners
+    for group in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        owner = min(range(num_owners), key=lambda i: (totals[i], i))
+        owners[group] = owner
+        totals[owner] += work[group]
+    return owners
