@@ -72,7 +72,7 @@ def find_choices(question: str) -> Choices | None:
         >>> find_choices(r"What is $1+1$? (A) 1 (B) 2 (C) 3").options
         {'A': '1', 'B': '2', 'C': '3'}
     """
-    if not any(label in question for label in _FIRST_LABELS):
+    if not mentions(question, *_FIRST_LABELS):
         return None
     for pattern, series in ((_LETTER, "ABCDEFGH"), (_DIGIT, "123456789")):
         labels = _last_run(list(pattern.finditer(question)), series)

@@ -31,7 +31,7 @@ from .sources import Columns, Prompt, lookup, read_answer, read_prompt
 CHUNK_ROWS = 5_000
 
 INDEX = np.dtype(
-    [("row", "<i8"), ("offset", "<i8"), ("length", "<i4"), ("is_pending", "?"), ("tokens", "<i8"), ("answer", "<i8")]
+    [("row", "<i8"), ("offset", "<i8"), ("length", "<i4"), ("tokens", "<i8"), ("answer", "<i8")]
 )
 
 KEPT = (
@@ -125,7 +125,9 @@ def _texts(row: tuple[str, str] | None) -> dict[str, str] | None:
 
 def answer_key(answer: str) -> int:
     """Return a key that equal spellings of an answer share: a signed 64-bit number."""
-    return int.from_bytes(blake2b(normalize_answer(answer).encode(), digest_size=8).digest(), "big", signed=True)
+    # A plain number is its own spelling, and most references are one.
+    spelling = answer if answer.isascii() and answer.isdecimal() else normalize_answer(answer)
+    return int.from_bytes(blake2b(spelling.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
 
 
 class ChunkCleaner:
@@ -156,23 +158,26 @@ class ChunkCleaner:
             ValueError: If a cell is no question or answer, or JSON can't hold it.
         """
         rows = table.to_pylist()
-        audit: list[str] = []
-        lines: list[bytes] = []
-        index: list[tuple[int, int, int, bool, int, int]] = []
-        left: list[Features] = []
-        offset = 0
+        results: list[tuple[bytes | None, Judged]] = []
         for place, row in enumerate(rows, start=first_row):
             try:
-                line, judged, words = self._clean_row(row)
+                results.append(self._clean_row(row))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"Row {place}: {error}") from error
+        words = [features(judged.question) if line is not None else _NO_FEATURES for line, judged in results]
+        self._drop_leaked(results, words)
+        audit: list[str] = []
+        lines: list[bytes] = []
+        index: list[tuple[int, int, int, int, int]] = []
+        left: list[Features] = []
+        offset = 0
+        for place, (line, judged), row_words in zip(range(first_row, first_row + len(rows)), results, words, strict=True):
             audit += [_audit_line(place, entry) for entry in judged.events] or [KEPT.format(row=place)]
-            if line is None or words is None:
+            if line is None:
                 continue
             lines.append(line)
-            left.append(words)
-            entry = (place, offset, len(line), judged.fate == "pending", token_key(words), answer_key(judged.answer))
-            index.append(entry)
+            left.append(row_words)
+            index.append((place, offset, len(line), token_key(row_words), answer_key(judged.answer)))
             offset += len(line)
         self._write(f"rows-{number}.jsonl", b"".join(lines))
         self._write(f"audit-{number}.jsonl", "".join(audit).encode())
@@ -180,7 +185,7 @@ class ChunkCleaner:
         self._save(f"index-{number}.npy", np.array(index, dtype=INDEX))
         return len(rows)
 
-    def _clean_row(self, row: dict[str, Any]) -> tuple[bytes | None, Judged, Features | None]:
+    def _clean_row(self, row: dict[str, Any]) -> tuple[bytes | None, Judged]:
         value = lookup(row, self._columns.prompt)
         prompt = read_prompt(value)
         judged = judge_row(
@@ -190,16 +195,25 @@ class ChunkCleaner:
             can_rewrite=self._settings.can_rewrite,
         )
         if judged.fate == "dropped":
-            return None, judged, None
-        words = features(judged.question)
-        if self._leakage is not None and (overlap := self._leakage.find(words)) is not None:
-            reason = f"it holds the evaluation problem {overlap.name}: {overlap.how}"
-            judged.fate = "dropped"
-            judged.events.append(event("leakage", "dropped", reason, (judged.question, judged.answer)))
-            return None, judged, None
+            return None, judged
         out = {"prompt": _messages(value, prompt, judged.question), "answer": judged.answer}
         out.update((name, cell) for name, cell in row.items() if name not in self._taken)
-        return row_line(out), judged, words
+        return row_line(out), judged
+
+    def _drop_leaked(self, results: list[tuple[bytes | None, Judged]], words: Sequence[Features]) -> None:
+        if self._leakage is None:
+            return
+        for place in np.flatnonzero(self._leakage.suspects(words)).tolist():
+            line, judged = results[place]
+            overlap = self._leakage.find(words[place]) if line is not None else None
+            if overlap is None:
+                continue
+            reason = f"it holds the evaluation problem {overlap.name}: {overlap.how}"
+            if judged.fate == "pending":
+                judged.events.pop()  # no model is asked any more
+            judged.fate = "dropped"
+            judged.events.append(event("leakage", "dropped", reason, (judged.question, judged.answer)))
+            results[place] = (None, judged)
 
     def _write(self, name: str, content: bytes) -> None:
         temporary = self._folder / f"{name}.new"
@@ -246,6 +260,8 @@ def _plain(value: Any) -> Any:
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=_plain)
+
+_NO_FEATURES = Features((), (), ())
 
 _cleaner: ChunkCleaner | None = None
 

@@ -133,7 +133,10 @@ def _without_drawings(text: str) -> str:
 
 def mentions(lowered: str, *words: str) -> bool:
     """Say whether one of the words is in a text: far cheaper than the expression that it lets one skip."""
-    return any(word in lowered for word in words)
+    for word in words:  # noqa: SIM110 - twice as fast as a generator, and asked for every row
+        if word in lowered:
+            return True
+    return False
 
 
 def is_truth_value(answer: str) -> bool:
@@ -255,10 +258,10 @@ def _is_wh_question(sentence: str) -> bool:
     return sentence.rstrip(" )$\\]").endswith("?") and bool(_WH_WORD.search(sentence))
 
 
-_CONTENT_WORD = re.compile(r"[A-Za-z]{3,}|\\[A-Za-z]+|\d+|[A-Za-z]")
+_CONTENT_WORD = re.compile(r"[A-Za-z]{2,}|\\[A-Za-z]+|\d+|[A-Za-z]")
 _EMPTY_WORDS = frozenset(
-    ("find", "compute", "calculate", "determine", "evaluate", "what", "the", "value", "values", "are", "is", "of", "and",
-     "a", "that", "this")
+    ("of", "is", "are", "by", "in", "to", "for", "a", "and", "the", "its", "that", "this", "what", "value", "values", "find",
+     "compute", "calculate", "determine", "evaluate")
 )  # fmt: skip
 
 

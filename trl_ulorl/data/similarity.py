@@ -21,17 +21,17 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_SIMILARITY = (
-    0.6  # Jaccard similarity of the words and pairs of words, from which two questions are nearly the same
-)
+# Jaccard similarity of the words and pairs of words, from which two questions with the same formulas are nearly the same
+MIN_SIMILARITY = 0.5
 NGRAM = 8  # tokens of a stretch that is compared with evaluation sets
-MIN_COVERAGE = 0.5  # of an evaluation problem's stretches
+MIN_COVERAGE = 0.5  # of an evaluation problem's stretches, or of a question's
+_MIN_STRETCHES = 4
 _MAX_PROBLEMS_OF_A_STRETCH = (
     2  # in more evaluation problems it is a phrase of the trade ("relatively prime positive ...")
 )
 _MAX_CACHED_TOKENS = 200_000
 
-NUM_BANDS, _ROWS_PER_BAND = 12, 3  # at the least similarity one band in 12 agrees with probability 0.95
+NUM_BANDS, _ROWS_PER_BAND = 12, 3  # at the least similarity one band agrees with probability 0.80, at 0.7 with 0.99
 
 _LAYOUT = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|q?quad|begin|end)(?![A-Za-z])|\\[,;:!()\[\]> ]|\$|~|&nbsp;"
@@ -207,8 +207,8 @@ class LeakageIndex:
     """Finds questions that hold a problem of an evaluation set: the same one, nearly, or long stretches of it.
 
     A stretch is 8 tokens. Sharing one is no leak: "where $m$ and $n$ are relatively prime positive integers, find" stands
-    in a third of AIME. So at least half of a problem's stretches have to be there, not counting those that stand in three
-    evaluation problems or more; where a problem has fewer than 4 that count, only the first two ways are left.
+    in a third of AIME. So half of the problem's stretches have to be in the question, or half of the question's in the
+    problem, and four at least, not counting those that stand in three evaluation problems or more.
 
     Args:
         problems: Name and question of each evaluation problem.
@@ -236,9 +236,33 @@ class LeakageIndex:
             self._num_ngrams.append(len(telling))
             for gram in telling:
                 self._problems_of.setdefault(gram, []).append(place)
+        rolling = [_rolling_hashes(np.array(row.tokens, dtype=np.uint64)) for row in self._rows]
+        self._rolling = np.unique(np.concatenate([*rolling, np.zeros(0, dtype=np.uint64)]))
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def suspects(self, rows: Sequence[Features]) -> NDArray[np.bool_]:
+        """Return which questions may hold an evaluation problem, all at a time: the others need not be looked at.
+
+        Args:
+            rows: Questions, `N` of them.
+
+        Returns:
+            Mask of shape `(N,)`; every question that `find` would find is in it.
+        """
+        lengths = np.array([len(row.tokens) for row in rows], dtype=np.int64)
+        is_suspect = np.array(
+            [row.tokens in self._by_tokens or row.formula in self._by_formula for row in rows], dtype=bool
+        )
+        tokens = np.fromiter((token for row in rows for token in row.tokens), dtype=np.uint64, count=int(lengths.sum()))
+        if len(tokens) < NGRAM or not len(self._rolling):
+            return is_suspect
+        hashes = _rolling_hashes(tokens)  # those across two questions are chance hits at the most
+        places = np.searchsorted(self._rolling, hashes).clip(max=len(self._rolling) - 1)
+        hits = np.flatnonzero(self._rolling[places] == hashes)
+        is_suspect[np.searchsorted(np.cumsum(lengths), hits, side="right")] = True
+        return is_suspect
 
     def find(self, row: Features) -> Overlap | None:
         """Return the evaluation problem that a question holds, or None."""
@@ -248,14 +272,26 @@ class LeakageIndex:
             alike = similarity(row, self._rows[place])
             if alike >= MIN_SIMILARITY:
                 return Overlap(self._names[place], f"with the same formulas and {alike:.0%} of the words")
-        hits = Counter(place for gram in _ngrams(row) for place in self._problems_of.get(gram, ()))
-        for place, count in sorted(hits.items(), key=lambda hit: (-hit[1] / self._num_ngrams[hit[0]], hit[0])):
-            coverage = count / self._num_ngrams[place]
-            if self._num_ngrams[place] >= 4 and coverage >= MIN_COVERAGE:
-                return Overlap(self._names[place], f"{coverage:.0%} of its stretches of {NGRAM} tokens")
+        grams = _ngrams(row)
+        hits = Counter(place for gram in grams for place in self._problems_of.get(gram, ()))
+        for place, count in sorted(hits.items(), key=lambda hit: (-hit[1], hit[0])):
+            shares = {"its": count / self._num_ngrams[place], "the question's": count / len(grams)}
+            whose, share = max(shares.items(), key=lambda item: item[1])
+            if count >= _MIN_STRETCHES and share >= MIN_COVERAGE:
+                return Overlap(self._names[place], f"{share:.0%} of {whose} stretches of {NGRAM} tokens are shared")
         return None
 
 
 def _ngrams(row: Features) -> set[int]:
     tokens = row.tokens
     return set(map(hash, zip(*(tokens[start:] for start in range(NGRAM)), strict=False)))
+
+
+def _rolling_hashes(tokens: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a hash of each stretch of 8 tokens, shape `(len(tokens) - 7,)`; none if there are fewer."""
+    if len(tokens) < NGRAM:
+        return np.zeros(0, dtype=np.uint64)
+    hashes = np.zeros(len(tokens) - NGRAM + 1, dtype=np.uint64)
+    for start in range(NGRAM):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[start : start + len(hashes)]
+    return hashes
