@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import plan
+from . import clean, plan
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -14,6 +14,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trl-ulorl", description="Reinforcement learning on ultra-long outputs.", allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    clean.add_parser(commands)
     plan.add_parser(commands)
     return parser
 
