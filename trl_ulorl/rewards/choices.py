@@ -126,10 +126,13 @@ _FUNCTIONS = (
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\math(?:bb|cal|frak|scr)\{\w\}")
 _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{_FUNCTIONS})(?![A-Za-z]))(?!(?:[abc]+|[xyz]+|[pqr]+|[klmn]+)(?![A-Za-z]))[A-Za-z]{{3,}}|[\u3400-\u9fff]")
 
+_CONNECTIVE = re.compile(r"(?<=[\w)}\]])[或和且与](?=[\w({\[\\+-])")
+
 
 def has_words(text: str) -> bool:
     """Whether a normalised answer holds prose, which algebra would read as a product of letters."""
-    return bool(_WORD.search(_ENVIRONMENT.sub("", text)))
+    text = _ENVIRONMENT.sub("", text)
+    return bool(_WORD.search(_CONNECTIVE.sub("", text)))
 
 
 def same_words(prediction: Answer, reference: Answer) -> Words | None:

@@ -273,10 +273,18 @@ def _relation_states(relation: Named | Relation, other: Item) -> bool:
         is_equation = (
             isinstance(last, Scalar) and not symbols(last.node) and not last.node.value and last.node.kind == "number"
         ) and any(isinstance(side, Scalar) and symbols(side.node) for side in before)
-        return not is_equation and same_item(last, other)  # x - 5 = 0 does not stand for 0
+        if is_equation or _is_false(relation):
+            return False  # x - 5 = 0 does not stand for 0, nor 1 = 2 for 2
+        return same_item(last, other)
     if relation.signs[-1] == r"\approx" and {*relation.signs[:-1]} <= {"="}:
         return _states_about(relation, other)
     return False
+
+
+def _is_false(relation: Relation) -> bool:
+    """Whether a chain of equations sets different constants equal."""
+    constants = [side for side in relation.sides if isinstance(side, Scalar) and not symbols(side.node)]
+    return any(not same_item(constants[0], other) for other in constants[1:])
 
 
 def _states_about(relation: Relation, other: Item) -> bool:

@@ -40,6 +40,11 @@ _CLOSING_NUMBER = re.compile(
     r"(?:\\?[($]\s?)?([-+]?(?:\\\$)?\d[\d,.]{0,40}%?)\s?\\?[)$]?[*_]{0,2}[.!。]?\s*$"
 )
 
+_LEAD_IN = re.compile(
+    r"^(?:\\text\{)?\s{0,3}(?:therefore,?\s|so,?\s|thus,?\s)?(?:the\s)?(?:final\s|correct\s)?answer(?:\sis\s*:?|\s*[:=])"
+    r"(?:\s*\}|(?=[^{}]*$))\s*",
+    re.IGNORECASE,
+)
 _MAX_PHRASE_CHARACTERS = 1000
 _MAX_WHOLE_CHARACTERS = 200
 
@@ -121,7 +126,7 @@ def _boxed(text: str) -> str | None:
             break
         contents[content[0]] = None
         start = box.start()
-    return ", ".join(reversed(contents))
+    return _LEAD_IN.sub("", ", ".join(reversed(contents)))
 
 
 def _box_content(text: str, start: int, stop: int | None = None) -> tuple[str, int] | None:

@@ -138,4 +138,6 @@ def _of_call(node: Node) -> Bounds:
             return (-math.inf, _two_to(high))
         case "abs":
             return low, high
+        case "floor" | "ceil" if low > 1:
+            return low - 1, high + 1
     return _UNKNOWN

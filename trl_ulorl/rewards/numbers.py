@@ -49,7 +49,6 @@ _ABOUT = re.compile(
     r"|[\s(,]*(?:\(?(?:rounded|approximately|approx\.?)[^)]{0,40}\)?)$",
     re.IGNORECASE,
 )
-_SPACED_COMMA = re.compile(r"\d,\$?\s+\$?\d")  # "1, 234" is a list
 _DECIMAL_COMMA = re.compile(r"([+-]?\d+),(\d{1,2}|\d{4,})")
 _PERCENT_WORDS = re.compile(r"[\s-](?:percent|per cent)$|^百分之", re.IGNORECASE)
 
@@ -66,7 +65,7 @@ def read_number(answer: Answer) -> Number | None:
         ['5/2', '25/2%', '2/3', '≈157/50']
     """
     form = answer.form
-    if not form or len(form) > _MAX_CHARACTERS or _SPACED_COMMA.search(answer.raw):
+    if not form or len(form) > _MAX_CHARACTERS:
         return None
     bare = _ABOUT.sub("", form).strip()
     number = read_plain(bare)

@@ -130,14 +130,15 @@ _NAME = re.compile(
 def _without_name(answer: Answer, expected: Answer) -> tuple[Answer, Answer]:
     """Drop "x =" where only one side has it, or both have the same."""
     names = [_NAME.match(side.marked) for side in (answer, expected)]
-    starts = [name[0].replace(" ", "") if name else "" for name in names]
-    if any(re.search(r"=|\\Rightarrow", side.form[len(start) :]) for side, start in zip((answer, expected), starts, strict=True)):
+    rests = [side.marked[name.end() :] if name else side.marked for side, name in zip((answer, expected), names, strict=True)]
+    if any(re.search(r"=|\\Rightarrow", rest) for rest in rests):
         return answer, expected
+    starts = [re.sub(r"\s", "", name[0]) if name else "" for name in names]
     if starts[0] and starts[1] and starts[0] != starts[1]:
         return answer, expected
     left, right = (
-        to_answer(side.marked[name.end() :])._replace(raw=side.raw) if name else side
-        for side, name in zip((answer, expected), names, strict=True)
+        to_answer(rest)._replace(raw=side.raw) if name else side
+        for side, name, rest in zip((answer, expected), names, rests, strict=True)
     )
     return (left, right) if left.form and right.form else (answer, expected)
 

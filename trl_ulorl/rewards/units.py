@@ -221,6 +221,8 @@ def _simple_quantity(marked: str, raw: str) -> Quantity | None:
         unit = read_unit(_flat(rest))
         if unit is None:
             continue
+        if "\\text" in value and _read(_flat(value)) is None:
+            continue
         value = _flat(value)
         if value in ("a", "an"):
             value = "1"
