@@ -66,8 +66,8 @@ def same_truth(prediction: Answer, reference: Answer) -> tuple[bool, str, str] |
     given = _truth(prediction.form)
     if given is None:
         opening = _OPENING.match(prediction.form)
-        both = re.search(r"\b(?:yes|true)\b.*\b(?:no|false)\b|\b(?:no|false)\b.*\b(?:yes|true)\b", prediction.form, re.I)
-        given = _truth(opening[1]) if opening and not both else None
+        kinds = {_truth(word) for word in re.findall(r"\b(?:yes|true|no|false)\b|[是否]", prediction.form, re.IGNORECASE)}
+        given = _truth(opening[1]) if opening and len(kinds) == 1 else None
     return given is expected, str(prediction.form if given is None else given), str(expected)
 
 

@@ -401,9 +401,10 @@ def _power(base: Any, exponent: Any) -> Any:
         raise Undefined
     if _size(exponent) > 60:
         raise TooLarge
-    log2 = abs(context.log(base)) / context.ln2
-    if log2 * abs(exponent) > _MAX_LOG2:
-        raise TooLarge
+    if abs(_size(base)) > 2 or _size(exponent) > 30:
+        log2 = abs(context.log(base)) / context.ln2
+        if log2 * abs(exponent) > _MAX_LOG2:
+            raise TooLarge
     if not context.im(exponent) and not context.im(base) and context.re(base) < 0:
         return _real_root(base, exponent)
     return base**exponent

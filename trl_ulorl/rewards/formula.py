@@ -165,15 +165,11 @@ class _Reader:
     # sums and products
 
     def sum(self) -> Node:
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            raise Unreadable(f"nested more than {_MAX_DEPTH} deep")
         terms = [self.product()]
         while self.token[1] in ("+", "-"):
             negative = self.take()[1] == "-"
             term = self.product()
             terms.append(Node("neg", (term,)) if negative else term)
-        self.depth -= 1
         return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
 
     def product(self) -> Node:
@@ -220,9 +216,6 @@ class _Reader:
     # powers and what follows a factor
 
     def power(self) -> Node:
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            raise Unreadable(f"nested more than {_MAX_DEPTH} deep")
         node = self.postfix(self.factor())
         if self.token[1] in ("^", "**"):
             self.take()
@@ -232,15 +225,13 @@ class _Reader:
             else:
                 node = Node("pow", (node, self.exponent()))
                 node = self.postfix(node)
-        self.depth -= 1
         return node
 
     def exponent(self) -> Node:
-        if self.token[1] in ("+", "-"):
-            negative = self.take()[1] == "-"
-            node = self.power()
-            return Node("neg", (node,)) if negative else node
-        return self.power()
+        self.depth += 1  # 2^2^2^... recurs without brackets
+        node = self.signed()
+        self.depth -= 1
+        return node
 
     def postfix(self, node: Node) -> Node:
         while self.token[1] in ("!", "%", r"\%"):
@@ -254,6 +245,14 @@ class _Reader:
         return node
 
     def factor(self) -> Node:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise Unreadable(f"nested more than {_MAX_DEPTH} deep")
+        node = self.inner_factor()
+        self.depth -= 1
+        return node
+
+    def inner_factor(self) -> Node:
         kind, text = self.take()
         if kind == "number":
             if len(text) > _MAX_DIGITS:

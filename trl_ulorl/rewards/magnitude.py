@@ -24,9 +24,9 @@ def bounds(node: Node) -> Bounds:
     """Return an interval that holds log2 |node|."""
     try:
         size = rough_value(node)[1]
-    except TooLarge:
+    except (TooLarge, Refused):
         return _rule(node)
-    except (Undefined, Refused):
+    except Undefined:
         return _UNKNOWN
     return size - 1e-6, size + 1e-6
 
@@ -78,9 +78,9 @@ def is_positive(node: Node) -> bool:
     """Return whether a formula is certainly a positive number."""
     try:
         return rough_value(node)[0]
-    except (Undefined, Refused):
+    except Undefined:
         return False
-    except TooLarge:
+    except (TooLarge, Refused):
         pass
     match node.kind:
         case "pow" | "mul" | "div" | "factorial":

@@ -186,9 +186,8 @@ _SPACING = _patterns(
     (r" ?([^\w ]) ?", r"\1"),
     (rf" (?=[{_CJK}])|(?<=[{_CJK}]) ", ""),
     (r"(?<=[A-Za-z])\\text\{", r" \\text{"),
-    (r"(?:(?<!\.)[.,;:]|\*\*)+$", ""),
-    (r"^\(([A-Z])\)$", r"\1"),
 )
+_LETTER_IN_BRACKETS = re.compile(r"\(([A-Z])\)")
 
 
 def _rewrite(text: str, rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
@@ -200,4 +199,6 @@ def _rewrite(text: str, rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
 def _spaces(text: str) -> str:
     for pattern, replacement in _SPACING:
         text = pattern.sub(replacement, text).strip()
-    return text
+    text = text.removesuffix("**").rstrip(" .,;:")  # no pattern: one that ends in `$` takes quadratic time
+    letter = _LETTER_IN_BRACKETS.fullmatch(text)
+    return letter[1] if letter else text

@@ -46,7 +46,7 @@ _NUMBER = re.compile(
 )
 _ABOUT = re.compile(
     r"^(?:(?:[A-Za-z](?:_\w)?)?(?:\\approx|\\simeq|~|\\sim)|(?:approximately|about|roughly|around|approx\.?)\s|约为?|大约)\s?"
-    r"|[\s(,]*(?:\(?(?:rounded|approximately|approx\.?)[^)]{0,40}\)?)$",
+    r"|[\s(,]{0,5}(?:\(?(?:rounded|approximately|approx\.?)[^)]{0,40}\)?)$",
     re.IGNORECASE,
 )
 _DECIMAL_COMMA = re.compile(r"([+-]?\d+),(\d{1,2}|\d{4,})")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from . import unit_names
@@ -294,7 +294,7 @@ def read_unit(text: str) -> Unit | None:
     return _read_unit(text)
 
 
-@cache
+@lru_cache(maxsize=4096)  # model text comes here
 def _read_unit(text: str) -> Unit | None:
     whole = text.casefold().replace("\\", "")
     if whole in unit_names.CURRENCIES:
