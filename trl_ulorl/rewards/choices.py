@@ -66,7 +66,9 @@ def same_truth(prediction: Answer, reference: Answer) -> tuple[bool, str, str] |
     given = _truth(prediction.form)
     if given is None:
         opening = _OPENING.match(prediction.form)
-        kinds = {_truth(word) for word in re.findall(r"\b(?:yes|true|no|false)\b|[是否]", prediction.form, re.IGNORECASE)}
+        kinds = {
+            _truth(word) for word in re.findall(r"\b(?:yes|true|no|false)\b|[是否]", prediction.form, re.IGNORECASE)
+        }
         given = _truth(opening[1]) if opening and len(kinds) == 1 else None
     return given is expected, str(prediction.form if given is None else given), str(expected)
 
@@ -118,13 +120,21 @@ _IDIOMS: tuple[frozenset[str], ...] = tuple(
 _IDIOM_OF = {phrase: number for number, group in enumerate(_IDIOMS) for phrase in group}
 _LETTERS_AND_SPACE = re.compile(r"[^\W\d_]|\s")
 _ARTICLE = re.compile(r"\b(?:the|an?)\s", re.IGNORECASE)
-_SPELLINGS = (("centre", "center"), ("metre", "meter"), ("colour", "color"), ("grey", "gray"), ("behaviour", "behavior"))
+_SPELLINGS = (
+    ("centre", "center"),
+    ("metre", "meter"),
+    ("colour", "color"),
+    ("grey", "gray"),
+    ("behaviour", "behavior"),
+)
 _FUNCTIONS = (
     r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|(?:a?(?:sin|cos|tan)h?)|cot|sec|csc|log|lg|exp|ln|det|gcd|lcm|max|min|mod|dim|ker|arg|"
     r"sqrt|cbrt|pi|theta|alpha|beta|gamma|delta|lambda|omega|sigma|phi|inf|infinity|floor|ceil|abs|binom|and|or|if|for"
 )
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\math(?:bb|cal|frak|scr)\{\w\}")
-_WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{_FUNCTIONS})(?![A-Za-z]))(?!(?:[abc]+|[xyz]+|[pqr]+|[klmn]+)(?![A-Za-z]))[A-Za-z]{{3,}}|[\u3400-\u9fff]")
+_WORD = re.compile(
+    rf"(?<![\\A-Za-z])(?!(?:{_FUNCTIONS})(?![A-Za-z]))(?!(?:[abc]+|[xyz]+|[pqr]+|[klmn]+)(?![A-Za-z]))[A-Za-z]{{3,}}|[\u3400-\u9fff]"
+)
 
 _CONNECTIVE = re.compile(r"(?<=[\w)}\]])[或和且与](?=[\w({\[\\+-])")
 

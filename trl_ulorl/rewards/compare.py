@@ -155,15 +155,19 @@ def _same_sequence(left: Item, right: Item) -> bool:
         if isinstance(item, Sequence):
             kinds.append(item.kind)
             items.append(item.items)
-        elif isinstance(item, Interval) and item.low is not None and item.high is not None and len({*item.is_open}) == 1:
+        elif (
+            isinstance(item, Interval) and item.low is not None and item.high is not None and len({*item.is_open}) == 1
+        ):
             kinds.append("tuple" if item.is_open[0] else "bracket")
             items.append((item.low, item.high))
         else:
             return False
     if {*kinds} in ({"tuple", "set"}, {"tuple", "union"}, {"set", "union"}, {"bracket", "set"}, {"bracket", "tuple"}):
         return False
-    is_ordered = "tuple" in kinds or "bracket" in kinds or any(
-        isinstance(item, Sequence) and item.is_ordered for item in (left, right)
+    is_ordered = (
+        "tuple" in kinds
+        or "bracket" in kinds
+        or any(isinstance(item, Sequence) and item.is_ordered for item in (left, right))
     )
     if is_ordered:
         return len(items[0]) == len(items[1]) and all(map(same_item, *items))
@@ -229,8 +233,10 @@ def _same_relation(left: Item, right: Item) -> bool:
     if len(one.signs) == 1 and one.signs == other.signs:
         return _same_two_sides(one, other)
     reversed_sides = other.sides[::-1]
-    return {*one.signs} == {*other.signs} == {"="} and len(one.sides) == len(other.sides) and (
-        all(map(same_item, one.sides, reversed_sides))
+    return (
+        {*one.signs} == {*other.signs} == {"="}
+        and len(one.sides) == len(other.sides)
+        and (all(map(same_item, one.sides, reversed_sides)))
     )
 
 

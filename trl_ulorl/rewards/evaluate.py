@@ -105,7 +105,12 @@ def _same_at_probes(left: Node, right: Node) -> bool:
     is_complex = contains(left, "constant", "i") or contains(right, "constant", "i")
     agreeing = 0
     # Whole numbers where (-1)^n has no real value between them, small ones for ln(1 - z), complex values at last.
-    for kind, complex_too in (("rational", is_complex), ("integer", is_complex), ("small", is_complex), ("small", True)):
+    for kind, complex_too in (
+        ("rational", is_complex),
+        ("integer", is_complex),
+        ("small", is_complex),
+        ("small", True),
+    ):
         for probe in range(_NUM_PROBES):
             point = {name: _probe(name, probe, kind) for name in names}
             same = _same_at(left, right, point, is_complex=complex_too)

@@ -92,7 +92,8 @@ _UNSUPPORTED = frozenset(
 )
 _DERIVATIVE = re.compile(r"\\frac\{d(?:\^\d)?[^{}]*\}\{d[A-Za-z]")
 _SYMBOL_COMMANDS = frozenset(
-    rf"\{name}" for name in (*_GREEK_WORDS, "varphi", "varepsilon", "vartheta", "ell", "hbar", "Delta", "Omega", "Sigma")
+    rf"\{name}"
+    for name in (*_GREEK_WORDS, "varphi", "varepsilon", "vartheta", "ell", "hbar", "Delta", "Omega", "Sigma")
 ) | frozenset(r"\Theta \Phi \Gamma \Lambda \Psi \Pi \Xi \aleph".split())
 _NAMED_GROUPS = frozenset(
     r"\vec \hat \bar \tilde \mathbb \mathcal \mathfrak \mathscr \overrightarrow \overline \widehat \dot \ddot \angle".split()
@@ -210,7 +211,8 @@ class _Reader:
             text in _SYMBOL_COMMANDS
             or text in _NAMED_GROUPS
             or text[1:] in _FUNCTIONS
-            or text in (r"\frac", r"\sqrt", r"\surd", r"\pi", r"\binom", r"\infty", r"\lfloor", r"\lceil", r"\operatorname")
+            or text
+            in (r"\frac", r"\sqrt", r"\surd", r"\pi", r"\binom", r"\infty", r"\lfloor", r"\lceil", r"\operatorname")
         )
 
     # powers and what follows a factor

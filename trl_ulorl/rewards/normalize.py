@@ -68,7 +68,9 @@ _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _SUBSCRIPT_RUN = re.compile("[₀-₉]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 # Before NFKC, which would turn them into plain letters.
-_DOUBLE_STRUCK = str.maketrans({letter: rf"\mathbb{{{plain}}}" for letter, plain in zip("ℝℤℚℕℂ", "RZQNC", strict=True)})
+_DOUBLE_STRUCK = str.maketrans(
+    {letter: rf"\mathbb{{{plain}}}" for letter, plain in zip("ℝℤℚℕℂ", "RZQNC", strict=True)}
+)
 _GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon phi chi psi omega"
 _SYMBOLS = str.maketrans(
     {
@@ -118,7 +120,9 @@ def _characters(text: str) -> str:
     text = _SUBSCRIPT_RUN.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
     text = _VULGAR_FRACTION.sub(_vulgar_to_latex, text).translate(_DOUBLE_STRUCK)
     text = unicodedata.normalize("NFKC", text).translate(_SYMBOLS)
-    return "".join(str(unicodedata.decimal(c, c)) for c in text if c < "\x7f" or unicodedata.category(c) != "Cf").strip()
+    return "".join(
+        str(unicodedata.decimal(c, c)) for c in text if c < "\x7f" or unicodedata.category(c) != "Cf"
+    ).strip()
 
 
 def _vulgar_to_latex(character: re.Match[str]) -> str:
@@ -139,7 +143,9 @@ def _dollars(text: str) -> str:
 
 
 _TEXT = re.compile(r"\\text\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
-_FONTS = "textbf|textit|textrm|textsf|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|operatorname|text"
+_FONTS = (
+    "textbf|textit|textrm|textsf|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|operatorname|text"
+)
 
 
 def _patterns(*rules: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]:
@@ -157,7 +163,10 @@ _LAYOUT = _patterns(
     (r"\\[tdc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\[td]binom(?![A-Za-z])", r"\\binom"),
     (r"(?<!\\)\\[\[\]()]", " "),
-    (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|q?quad|hspace\{[^{}]*\})(?![A-Za-z])\.?", " "),
+    (
+        r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|q?quad|hspace\{[^{}]*\})(?![A-Za-z])\.?",
+        " ",
+    ),
     (r"(?<!\\)\\[,;:! ]|(?<!\\)~", " "),
     (r"\\(leq|geq|neq)(?:slant)?(?![A-Za-z])", r"\\\1"),
     (r"\\(le|ge|ne)q(?![A-Za-z])", r"\\\1"),

@@ -204,11 +204,15 @@ def _scaled_part(tokens: list[str]) -> Fraction | None:
 
 # ------------------------------------------------------------------------------------------------------------- Chinese
 
-_DIGITS = {character: value for value, character in enumerate("零一二三四五六七八九")} | {
-    "〇": 0,
-    "两": 2,
-    "兩": 2,
-} | {character: value for value, character in enumerate("壹贰叁肆伍陆柒捌玖", start=1)}
+_DIGITS = (
+    {character: value for value, character in enumerate("零一二三四五六七八九")}
+    | {
+        "〇": 0,
+        "两": 2,
+        "兩": 2,
+    }
+    | {character: value for value, character in enumerate("壹贰叁肆伍陆柒捌玖", start=1)}
+)
 _PLACES = {"十": 10, "百": 100, "千": 1000, "拾": 10, "佰": 100, "仟": 1000}
 _MYRIADS = {"亿": 10**8, "億": 10**8, "万": 10**4, "萬": 10**4}
 _CHINESE = re.compile(r"[零〇一二两兩三四五六七八九十百千万萬亿億壹贰叁肆伍陆柒捌玖拾佰仟点點分之又负負半成个\d.,]+")

@@ -277,9 +277,7 @@ class WorkerPool:
             batch.waiting.appendleft(number)
 
 
-_NOT_STARTED = (
-    "no worker process could be started; `python -c 'import trl_ulorl.rewards.worker'` in the same environment says why"
-)
+_NOT_STARTED = "no worker process could be started; `python -c 'import trl_ulorl.rewards.worker'` in the same environment says why"
 _WORKER_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from trl_ulorl.rewards.worker import main; main()"
 )

@@ -78,7 +78,12 @@ class Pending(NamedTuple):
     def undecided(self, stage: str, detail: str) -> Verdict:
         """Return the verdict that there is none."""
         return Verdict(
-            None, stage, self.prediction.form, self.reference.form, f"{self.stage}: {detail}", forms=(self.left, self.right)
+            None,
+            stage,
+            self.prediction.form,
+            self.reference.form,
+            f"{self.stage}: {detail}",
+            forms=(self.left, self.right),
         )
 
 
@@ -130,7 +135,10 @@ _NAME = re.compile(
 def _without_name(answer: Answer, expected: Answer) -> tuple[Answer, Answer]:
     """Drop "x =" where only one side has it, or both have the same."""
     names = [_NAME.match(side.marked) for side in (answer, expected)]
-    rests = [side.marked[name.end() :] if name else side.marked for side, name in zip((answer, expected), names, strict=True)]
+    rests = [
+        side.marked[name.end() :] if name else side.marked
+        for side, name in zip((answer, expected), names, strict=True)
+    ]
     if any(re.search(r"=|\\Rightarrow", rest) for rest in rests):
         return answer, expected
     starts = [re.sub(r"\s", "", name[0]) if name else "" for name in names]
@@ -201,6 +209,7 @@ STAGE_NAMES = (
     *(name for name, _ in STAGES),
     "symbolic",
     "judge",
+    "undecided",
     "refused",
     "timeout",
     "error",

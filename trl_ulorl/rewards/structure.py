@@ -181,7 +181,9 @@ _RELATION_SIGN = re.compile(
     r"\\(?:le|ge|ne|in|approx|equiv|sim|simeq|perp|parallel|cong|propto|notin|subset|subseteq|supset|to|ll|gg|mapsto|pmod|bmod|mod)(?![A-Za-z])"
     r"|[<>=:]=?"
 )
-_COMMA = re.compile(r"[,;]|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|\\(?:lor|vee|land|wedge|text|quad)(?![A-Za-z])|[或和且与]")
+_COMMA = re.compile(
+    r"[,;]|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|\\(?:lor|vee|land|wedge|text|quad)(?![A-Za-z])|[或和且与]"
+)
 _OR = re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])|\\(?:lor|vee)|或")
 _THOUSANDS = re.compile(r"(?:[^,=]*=)?[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _ORDERED = re.compile(r"[A-Za-z]{3,}|\\ldots|[\u3400-\u9fff]")

@@ -19,9 +19,7 @@ from .numbers import Number, read_number, read_plain, same_value
 
 _MAX_CHARACTERS = 200
 _MAX_PARTS = 8
-_DEGREES, _RADIANS, _TEMPERATURE, _COUNT = (
-    ((name, Fraction(1)),) for name in ("degree", "radian", "kelvin", "count")
-)
+_DEGREES, _RADIANS, _TEMPERATURE, _COUNT = (((name, Fraction(1)),) for name in ("degree", "radian", "kelvin", "count"))
 _TEMPERATURES = {
     "degree_Celsius": (Fraction(1), Fraction(27315, 100)),
     "degree_Fahrenheit": (Fraction(5, 9), Fraction(273) + Fraction(15, 100) - Fraction(160, 9)),
@@ -145,9 +143,7 @@ def _across_dimensions(left: Quantity, right: Quantity) -> tuple[bool, str, str]
     return False, *forms
 
 
-def _against_bare(
-    quantity: Quantity, bare: Answer, *, is_prediction: bool
-) -> tuple[bool, str, str] | Formulas | None:
+def _against_bare(quantity: Quantity, bare: Answer, *, is_prediction: bool) -> tuple[bool, str, str] | Formulas | None:
     number = read_number(bare)
     if number is not None:
         values = quantity.bare_numbers()
@@ -175,7 +171,9 @@ def _scaled(text: str, unit: Unit) -> str:
 
 _PREFIX_CURRENCY = re.compile(r"([+-]?)(\\\$|US\\\$|[€£¥₹]|(?:USD|EUR|GBP|RMB|CNY|Rs\.?)\s?(?=\d))\s?(.+)", re.DOTALL)
 # Where a unit may begin: after what can end a value.
-_START = re.compile(r"(?<=[\d)}.])(?=[^\d)}.,+\-*=<>!{(\[])|(?<=\w) (?=[A-Za-z])|(?<=[\da-z\u3400-\u9fff])(?=[\u3400-\u9fff])|(?=\\text\{)")
+_START = re.compile(
+    r"(?<=[\d)}.])(?=[^\d)}.,+\-*=<>!{(\[])|(?<=\w) (?=[A-Za-z])|(?<=[\da-z\u3400-\u9fff])(?=[\u3400-\u9fff])|(?=\\text\{)"
+)
 _FLAT = re.compile(r"\\text\{((?:[^{}]|\{[^{}]*\})*)\}")
 _PART = re.compile(
     r"(?P<value>[+-]?\d[\d,]*(?:\.\d+)?(?:/\d+)?|\\frac\{\d+\}\{\d+\})\s?(?P<unit>[A-Za-z]+|[\u3400-\u9fff]+)"
