@@ -101,13 +101,13 @@ _IDIOMS: tuple[frozenset[str], ...] = tuple(
     for group in (
         "doesnotexist|dne|doesntexist|limitdoesnotexist|notexist|不存在|极限不存在|itdoesnotexist|nonexistent",
         "nosolution|nosolutions|norealsolution|norealsolutions|nonexistentsolution|thereisnosolution|therearenosolutions"
-        "|无解|没有解|方程无解|无实数解|nosolutionexists|hasnosolution|emptyset|theemptyset|空集|\\emptyset|\\{\\}",
+        + "|无解|没有解|方程无解|无实数解|nosolutionexists|hasnosolution|emptyset|theemptyset|空集|\\emptyset|\\{\\}",
         "undefined|notdefined|无意义|未定义",
         "infinitelymany|infinitelymanysolutions|infinitesolutions|无穷多|无穷多个|无数个|无数|无穷多解|无数解",
         "infinity|infinite|positiveinfinity|plusinfinity|无穷|无穷大|正无穷|∞|\\infty|+\\infty",
         "negativeinfinity|minusinfinity|负无穷|负无穷大|-\\infty",
         "allrealnumbers|allreals|realnumbers|anyrealnumber|everyrealnumber|thesetofallrealnumbers|setofallrealnumbers"
-        "|全体实数|一切实数|任意实数|实数集|所有实数|\\mathbb{r}|(-\\infty,\\infty)|(-\\infty,+\\infty)|x\\in\\mathbb{r}",
+        + "|全体实数|一切实数|任意实数|实数集|所有实数|\\mathbb{r}|(-\\infty,\\infty)|(-\\infty,+\\infty)|x\\in\\mathbb{r}",
         "allintegers|theintegers|thesetofintegers|integers|anyinteger|全体整数|整数集|所有整数|\\mathbb{z}",
         "converges|convergent|收敛|itconverges|theseriesconverges|theintegralconverges",
         "diverges|divergent|发散|itdiverges|theseriesdiverges|theintegraldiverges",

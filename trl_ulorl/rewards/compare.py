@@ -84,7 +84,9 @@ def same_item(left: Item, right: Item) -> bool:
         return isinstance(right, Scalar) and right.node == Node("number", value=left.number.value)
     left, right = _simple(left), _simple(right)
     if isinstance(left, Named) and isinstance(right, Named):
-        return _same_name(left.name, right.name) and same_item(left.value, right.value) or _same_relation(left, right)
+        return (_same_name(left.name, right.name) and same_item(left.value, right.value)) or _same_relation(
+            left, right
+        )
     for one, other in ((left, right), (right, left)):
         if isinstance(one, Named) and not isinstance(other, Named | Relation):
             return same_item(one.value, other)
@@ -220,24 +222,23 @@ def _same_name(one: str, other: str) -> bool:
 
 def _same_relation(left: Item, right: Item) -> bool:
     if not isinstance(left, Named | Relation) or not isinstance(right, Named | Relation):
-        relation, other = (left, right) if isinstance(left, Named | Relation) else (right, left)
-        return _relation_states(relation, other)
+        if isinstance(left, Named | Relation):
+            return _relation_states(left, right)
+        return isinstance(right, Named | Relation) and _relation_states(right, left)
     regions = solved(left), solved(right)
     if regions[0] is not None and regions[1] is not None:
         return regions[0][0] == regions[1][0] and same_item(regions[0][1], regions[1][1])
     one, other = _as_relation(left), _as_relation(right)
-    if one is None or other is None:
-        return False
+    return one is not None and other is not None and _same_sides(one, other)
+
+
+def _same_sides(one: Relation, other: Relation) -> bool:
     if one.signs == other.signs and all(map(same_item, one.sides, other.sides)):
         return True
     if len(one.signs) == 1 and one.signs == other.signs:
         return _same_two_sides(one, other)
-    reversed_sides = other.sides[::-1]
-    return (
-        {*one.signs} == {*other.signs} == {"="}
-        and len(one.sides) == len(other.sides)
-        and (all(map(same_item, one.sides, reversed_sides)))
-    )
+    is_equation = {*one.signs} == {*other.signs} == {"="} and len(one.sides) == len(other.sides)
+    return is_equation and all(map(same_item, one.sides, other.sides[::-1]))
 
 
 def _as_relation(item: Named | Relation) -> Relation | None:
@@ -294,7 +295,7 @@ def _is_false(relation: Relation) -> bool:
 
 
 def _states_about(relation: Relation, other: Item) -> bool:
-    """The exact side of `\\pi \\approx 3.14`, or the rounded one, if it is a rounding of the other."""
+    r"""The exact side of `\pi \approx 3.14`, or the rounded one, if it is a rounding of the other."""
     *_, exact, rounded = relation.sides
     about = read_structure(rf"\approx {rounded.text}") if isinstance(rounded, Scalar) else None
     if not isinstance(about, Rounded) or not _is_rounded_to(exact, about):

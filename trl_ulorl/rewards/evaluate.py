@@ -248,7 +248,11 @@ def exact_value(node: Node, point: Mapping[str, Fraction]) -> Fraction | None:
         if value is None or _bits(value) > _MAX_EXACT_BITS:
             return None
         operands.append(value)
-    match node.kind:
+    return _exact_operation(node.kind, operands)
+
+
+def _exact_operation(kind: str, operands: list[Fraction]) -> Fraction | None:
+    match kind:
         case "add":
             return sum(operands, Fraction(0))
         case "neg":
@@ -337,7 +341,7 @@ def _evaluate(node: Node, point: _Point) -> Any:
         case "apply":
             return _unknown_function(node, point)
     value = _operate(node, [_evaluate(child, point) for child in node.children])
-    if point.is_real and getattr(value, "imag", 0):
+    if point.is_real and _context().im(value):
         raise Undefined
     return value
 

@@ -183,9 +183,9 @@ class _Reader:
             elif sign in _QUOTIENT_SIGNS:
                 self.take()
                 result = Node("div", (result, self.signed()))
-            elif self.begins_factor() and not self.token[0] == "number":
-                result = Node("mul", (result, self.power()))
-            elif self.token[0] == "number" and self.tokens[self.position - 1][1] in (")", "]", "}"):
+            elif (self.begins_factor() and self.token[0] != "number") or (
+                self.token[0] == "number" and self.tokens[self.position - 1][1] in (")", "]", "}")
+            ):
                 result = Node("mul", (result, self.power()))
             else:
                 return result
@@ -296,24 +296,18 @@ class _Reader:
     def command(self, text: str) -> Node:
         name = text[1:]
         match text:
-            case r"\pi":
-                return Node("constant", name="pi")
-            case r"\infty":
-                return Node("constant", name="infinity")
             case r"\frac":
                 return Node("div", (self.argument(), self.argument()))
             case r"\binom":
                 return Node("call", (self.argument(), self.argument()), "binom")
             case r"\sqrt" | r"\surd":
                 return self.root()
-            case r"\lfloor":
+            case r"\lfloor" | r"\lceil":
                 node = self.sum()
-                self.expect(r"\rfloor")
-                return Node("call", (node,), "floor")
-            case r"\lceil":
-                node = self.sum()
-                self.expect(r"\rceil")
-                return Node("call", (node,), "ceil")
+                self.expect(text.replace("l", "r", 1))
+                return Node("call", (node,), {"lfloor": "floor", "lceil": "ceil"}[name])
+            case r"\pi" | r"\infty":
+                return Node("constant", name={"pi": "pi", "infty": "infinity"}[name])
         if name in _FUNCTIONS:
             return self.function(_FUNCTIONS[name])
         if text in _SYMBOL_COMMANDS:

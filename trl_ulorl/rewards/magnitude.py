@@ -114,7 +114,7 @@ def _of_power(base: Node, exponent: Node) -> Bounds:
 
 
 def _of_factorial(argument: Bounds) -> Bounds:
-    """n! lies between (n/e)^n and n^n for n of at least 1."""
+    """N! lies between (n/e)^n and n^n for n of at least 1."""
     if argument[0] < 0:
         return _UNKNOWN
     low, high = argument
@@ -131,7 +131,7 @@ def _of_call(node: Node) -> Bounds:
                 return _UNKNOWN
             return _times(_two_to(low), 1.44) - 2, _times(_two_to(high), 1.45) + 2
         case "ln" | "log" | "lg":
-            if low < 4 or len(node.children) > 1 and bounds(node.children[1])[1] > 64:
+            if low < 4 or (len(node.children) > 1 and bounds(node.children[1])[1] > 64):
                 return _UNKNOWN
             return -8.0, (math.log2(high) if high < _HUGE else math.inf) + 8
         case "binom":

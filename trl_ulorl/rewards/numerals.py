@@ -144,7 +144,7 @@ def _below_hundred(tokens: list[str]) -> Fraction | None:
 
 
 def _decimal(tokens: list[str]) -> Fraction | None:
-    """ "three point one four", "point five"; with a scale: "one point five million"."""
+    """Read "three point one four", "point five"; with a scale: "one point five million"."""
     if "point" not in tokens:
         return None
     place = tokens.index("point")
@@ -159,7 +159,7 @@ def _decimal(tokens: list[str]) -> Fraction | None:
 
 
 def _ratio(tokens: list[str]) -> Fraction | None:
-    """ "one over two", "three out of four"."""
+    """Read "one over two", "three out of four"."""
     for place, token in enumerate(tokens):
         if token == "over" or (token == "out" and tokens[place + 1 : place + 2] == ["of"]):
             top, bottom = _count(tokens[:place]), _count(tokens[place + 1 + (token == "out") :])
@@ -174,7 +174,7 @@ def _count(tokens: list[str]) -> Fraction | None:
 
 
 def _part(tokens: list[str]) -> Fraction | None:
-    """ "half", "a third", "two thirds", "twenty-one hundredths", "three one-hundredths"."""
+    """Read "half", "a third", "two thirds", "twenty-one hundredths", "three one-hundredths"."""
     if not tokens:
         return None
     if tokens in (["half"], ["one", "half"], ["a", "half"]):
@@ -193,7 +193,7 @@ def _part(tokens: list[str]) -> Fraction | None:
 
 
 def _scaled_part(tokens: list[str]) -> Fraction | None:
-    """ "half a million", "a quarter of a million"."""
+    """Read "half a million", "a quarter of a million"."""
     scale = _SCALES.get(tokens[-1]) or (100 if tokens[-1] == "hundred" else None)
     if scale is None or tokens[-2:-1] != ["a"]:
         return None
@@ -293,6 +293,11 @@ def _chinese_below_myriad(text: str) -> Fraction | None:
         return Fraction(number[1].replace(",", "")) * _PLACES[number[2]]
     if text and all(character in _DIGITS for character in text):
         return Fraction(int("".join(str(_DIGITS[character]) for character in text)))  # 二〇二四
+    return _by_places(text) if text else None
+
+
+def _by_places(text: str) -> Fraction | None:
+    """Digits with their places, 四千三百二十一."""
     total, digit, last_place = 0, None, 10**4
     for place, character in enumerate(text):
         if character in "零〇":
@@ -305,7 +310,9 @@ def _chinese_below_myriad(text: str) -> Fraction | None:
             digit = _DIGITS[character]
         elif character in _PLACES:
             value = _PLACES[character]
-            if value >= last_place or (digit is None and (value != 10 or place > 0 and text[place - 1] not in "零〇")):
+            if value >= last_place or (
+                digit is None and (value != 10 or (place > 0 and text[place - 1] not in "零〇"))
+            ):
                 return None
             total, digit, last_place = total + (1 if digit is None else digit) * value, None, value
         else:
@@ -314,4 +321,4 @@ def _chinese_below_myriad(text: str) -> Fraction | None:
         # 一百三 is 130, 一百零三 is 103
         colloquial = total > 0 and last_place > 10 and len(text) > 1 and text[-2] in _PLACES
         total += digit * (last_place // 10 if colloquial else 1)
-    return Fraction(total) if text else None
+    return Fraction(total)

@@ -207,10 +207,8 @@ class WorkerPool:
         if not worker.under_way:
             worker.since = time.monotonic()
         worker.under_way.append((number, seconds))
-        try:
+        with contextlib.suppress(OSError):  # if it died, its output ends: see _wait
             worker.send(number, batch.pairs[number], seconds, hard_seconds)
-        except OSError:
-            pass  # it died: its output ends, see _wait
 
     def _deadline(self, worker: _Worker, batch: _Batch) -> float:
         if not worker.is_ready:

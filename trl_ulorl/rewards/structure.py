@@ -71,7 +71,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Relation:
-    """A chain of sides and the signs between them; `<` and `\\le` stand for both directions, sides swapped."""
+    r"""A chain of sides and the signs between them; `<` and `\le` stand for both directions, sides swapped."""
 
     sides: tuple["Item", ...]
     signs: tuple[str, ...]
@@ -280,7 +280,7 @@ def _relation(text: str, depth: int) -> Item | None:
     kinds = tuple({"==": "=", ":=": "=", "<=": r"\le", ">=": r"\ge"}.get(sign[0], sign[0]) for sign in signs)
     if not sides[-1]:
         return None
-    if kinds[0] in _ABOUT and (not sides[0] or len(kinds) == 1 and _NAME.fullmatch(sides[0])):
+    if kinds[0] in _ABOUT and (not sides[0] or (len(kinds) == 1 and _NAME.fullmatch(sides[0]))):
         number = read_plain(sides[-1])
         return Rounded(_with_half_unit(number, sides[-1])) if number and len(kinds) == 1 else None
     if not sides[0]:
@@ -306,7 +306,9 @@ def _named(left: str, right: str, depth: int) -> Item | None:
         value = read_structure(right, depth=depth + 1)
         return Named(_name(left), value)
     names = re.fullmatch(r"\((\w+(?:,\w+)+)\)", left)
-    value = read_structure(right, depth=depth + 1) if names else None
+    if names is None:
+        return None
+    value = read_structure(right, depth=depth + 1)
     return value if isinstance(value, Interval | Sequence) else None  # (n, k) = (2, 45)
 
 
@@ -321,10 +323,9 @@ def _signs(text: str, depth: int) -> Item | None:
     r"""The two values of a formula with `\pm`."""
     if not _PLUS_MINUS.search(text) or len(_PLUS_MINUS.findall(text)) > 2:
         return None
-    variants = [
-        _PLUS_MINUS.sub(lambda sign, upper=upper: "+" if (sign[0] == r"\pm") == upper else "-", text)
-        for upper in (True, False)
-    ]
+    variants = []
+    for plus, minus in (("+", "-"), ("-", "+")):
+        variants.append(_PLUS_MINUS.sub(lambda sign, of={r"\pm": plus, r"\mp": minus}: of[sign[0]], text))
     return Sequence(tuple(read_structure(variant, depth=depth + 1) for variant in variants), "list")
 
 
@@ -437,8 +438,8 @@ def _region(items: list[Item], *, is_union: bool) -> Item | None:
 
 def _below(low: Item | None, high: Item | None) -> bool:
     """Whether one bound is below another, by value; for formulas that can't be told, it is presumed."""
-    from .evaluate import TooLarge, Undefined, exact_value, rough_value
     from .errors import Refused
+    from .evaluate import TooLarge, Undefined, exact_value, rough_value
 
     if not isinstance(low, Scalar) or not isinstance(high, Scalar):
         return False

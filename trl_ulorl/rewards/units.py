@@ -326,43 +326,65 @@ def _count_noun(text: str) -> Unit | None:
 
 def _product(text: str) -> Unit | None:
     """Product of units with powers: after a solidus or "per" the next factor or bracket divides."""
-    factors: list[tuple[str, int]] = []
-    position, sign, depth, pending = 0, 1, 0, 1
+    reader = _UnitReader()
+    position = 0
     while position < len(text):
         token = _TOKEN.match(text, position)
-        if token is None or token.end() == position:
+        if token is None or token.end() == position or not reader.take(token):
             return None
         position = token.end()
+    return _combined(reader.factors) if reader.factors and reader.is_complete else None
+
+
+class _UnitReader:
+    """Collects the factors of a unit, token by token."""
+
+    def __init__(self) -> None:
+        self.factors: list[tuple[str, int]] = []
+        self.sign, self.depth, self.pending = 1, 0, 1  # `pending` is the power that "square" gives to what follows
+
+    @property
+    def is_complete(self) -> bool:
+        return self.depth == 0 and self.pending == 1
+
+    def take(self, token: re.Match[str]) -> bool:
+        """Take a token; false if it can't stand here."""
         name = (token["name"] or "").replace("\\Omega", "Ω")
         word = name.casefold()
         if token["operator"]:
-            if token["operator"] == "/":
-                sign = -1
-            elif token["operator"] == "(":
-                depth += 1
-            elif token["operator"] == ")":
-                depth, sign = depth - 1, 1
-        elif word == "per":
-            sign = -1
-        elif word in _POWER_WORDS:
-            if word in ("squared", "cubed"):
-                if not factors:
-                    return None
-                factors[-1] = (factors[-1][0], factors[-1][1] * _POWER_WORDS[word])
-            else:
-                pending = _POWER_WORDS[word]
-        elif token["power"]:
-            if not factors:
-                return None
-            factors[-1] = (factors[-1][0], factors[-1][1] * int(token["exponent"]))
-        else:
-            new = _names(token, name)
-            if new is None:
-                return None
-            factors += [(unit, sign * power * pending * int(token["digit"] or 1)) for unit, power in new]
-            pending = 1
-            sign = sign if depth else 1
-    return _combined(factors) if factors and depth == 0 and pending == 1 else None
+            self.operator(token["operator"])
+            return True
+        if word == "per":
+            self.sign = -1
+            return True
+        if word in ("square", "sq", "cubic", "cu"):
+            self.pending = _POWER_WORDS[word]
+            return True
+        if token["power"] or word in _POWER_WORDS:
+            return self.raise_last(int(token["exponent"] or _POWER_WORDS.get(word, 1)))
+        new = _names(token, name)
+        if new is None:
+            return False
+        power = self.sign * self.pending * int(token["digit"] or 1)
+        self.factors += [(unit, exponent * power) for unit, exponent in new]
+        self.pending = 1
+        self.sign = self.sign if self.depth else 1
+        return True
+
+    def operator(self, sign: str) -> None:
+        if sign == "/":
+            self.sign = -1
+        elif sign == "(":
+            self.depth += 1
+        elif sign == ")":
+            self.depth, self.sign = self.depth - 1, 1
+
+    def raise_last(self, exponent: int) -> bool:
+        if not self.factors:
+            return False
+        name, power = self.factors[-1]
+        self.factors[-1] = (name, power * exponent)
+        return True
 
 
 def _names(token: re.Match[str], name: str) -> list[tuple[str, int]] | None:
