@@ -294,18 +294,19 @@ def _start_worker() -> _Worker:
     return _Worker(process, started=time.monotonic())
 
 
-def _num_workers() -> int:
+def num_workers() -> int:
+    """Number of processes that compare at the same time: the cores this process may use, at most four."""
     return max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
-_POOL = WorkerPool(_num_workers())
+_POOL = WorkerPool(num_workers())
 
 
 def _renew_after_fork() -> None:
     """Give a forked child a pool of its own; the lock may have been held by a thread that it doesn't have."""
     global _POOL
     _POOL.forget()
-    _POOL = WorkerPool(_num_workers())
+    _POOL = WorkerPool(num_workers())
 
 
 def _close() -> None:

@@ -316,6 +316,7 @@ def _name(text: str) -> str:
     return re.sub(r"[\s{}]", "", text)
 
 
+_PLUS, _MINUS = re.compile(r"\\pm(?![A-Za-z])"), re.compile(r"\\mp(?![A-Za-z])")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 
 
@@ -323,10 +324,8 @@ def _signs(text: str, depth: int) -> Item | None:
     r"""The two values of a formula with `\pm`."""
     if not _PLUS_MINUS.search(text) or len(_PLUS_MINUS.findall(text)) > 2:
         return None
-    variants = []
-    for plus, minus in (("+", "-"), ("-", "+")):
-        variants.append(_PLUS_MINUS.sub(lambda sign, of={r"\pm": plus, r"\mp": minus}: of[sign[0]], text))
-    return Sequence(tuple(read_structure(variant, depth=depth + 1) for variant in variants), "list")
+    upper, lower = _PLUS.sub("+", _MINUS.sub("-", text)), _PLUS.sub("-", _MINUS.sub("+", text))
+    return Sequence(tuple(read_structure(variant, depth=depth + 1) for variant in (upper, lower)), "list")
 
 
 _INFINITY = re.compile(r"([+-]?)(?:\\infty|infinity|inf|oo)")
