@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 _START_SECONDS = 120.0
 
@@ -54,7 +54,7 @@ class Peer:
         self.module, self.time_limit = module, time_limit
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -106,14 +106,14 @@ def _read_case(line: str, place: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{place} is no JSON ({error}). Write one object per line.") from error
     if not isinstance(case, dict):
-        raise ValueError(
+        raise ValueError(  # noqa: TRY004 - the type is the file's, not the caller's
             f"{place} is {type(case).__name__}, not an object. Write `prediction` and `reference` into one."
         )
     for name, types in (("prediction", str), ("reference", (str, int, float))):
         if name not in case:
             raise ValueError(f"{place} has no `{name}`: an output is compared with its reference. Rename yours to it.")
         if not isinstance(case[name], types):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004 - as above
                 f"{place} has `{name}` of type {type(case[name]).__name__}: it must be text"
                 f"{' or a number' if name == 'reference' else ''}. Convert it."
             )

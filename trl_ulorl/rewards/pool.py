@@ -31,6 +31,7 @@ _MAX_WORKERS = 4
 _START_SECONDS = 60.0
 _FIRST_SECONDS = 0.1  # CPU time in which nearly every pair is decided; the others wait for the end of the batch
 _LEAST_SECONDS = 0.02
+_KILL_SECONDS = 0.2  # what a worker has to interrupt itself
 _WINDOW = 8  # pairs under way per worker, few enough for a pipe
 _START_ATTEMPTS = 3
 
@@ -76,12 +77,12 @@ class _Worker:
     started: float
     is_ready: bool = False
     buffer: bytes = b""
-    under_way: deque[tuple[int, float]] = field(default_factory=deque)  # (pair, its time in seconds), in order
+    under_way: deque[tuple[int, float, float]] = field(default_factory=deque)  # pair, its CPU and wall seconds
     since: float = 0.0  # since when the first of them is under way
 
-    def send(self, number: int, pair: tuple[str, str], seconds: float, hard_seconds: float) -> None:
+    def send(self, number: int, pair: tuple[str, str], cpu_seconds: float, wall_seconds: float) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([number, *pair, seconds, hard_seconds]).encode("ascii") + b"\n")
+        self.process.stdin.write(json.dumps([number, *pair, cpu_seconds, wall_seconds]).encode("ascii") + b"\n")
         self.process.stdin.flush()
 
     def stop(self) -> None:
@@ -171,7 +172,8 @@ class WorkerPool:
                 return
             for worker in list(self._workers):
                 self._feed(worker, batch)
-            self._wait(batch)
+            if not batch.is_done:  # what has no time left is settled without a worker
+                self._wait(batch)
 
     def _start_missing(self, batch: _Batch) -> None:
         wanted = min(self.num_workers, sum(outcome is None for outcome in batch.outcomes))
@@ -190,7 +192,7 @@ class WorkerPool:
             return
         while batch.waiting and len(worker.under_way) < _WINDOW:
             seconds = max(min(_FIRST_SECONDS, self._budget(batch) / 8), _LEAST_SECONDS)
-            self._send(worker, batch, batch.waiting.popleft(), seconds)
+            self._send(worker, batch, batch.waiting.popleft(), seconds, max(self._budget(batch), seconds))
         if worker.under_way or batch.waiting:
             return
         while batch.slow and not worker.under_way:
@@ -200,22 +202,21 @@ class WorkerPool:
             if seconds <= tried:
                 batch.settle(number, _TIMED_OUT)
                 continue
-            self._send(worker, batch, number, 0.9 * seconds)  # CPU time, that interrupting comes before killing
+            self._send(worker, batch, number, seconds, seconds)
 
-    def _send(self, worker: _Worker, batch: _Batch, number: int, seconds: float) -> None:
-        hard_seconds = max(self._budget(batch), seconds)
+    def _send(self, worker: _Worker, batch: _Batch, number: int, cpu_seconds: float, wall_seconds: float) -> None:
         if not worker.under_way:
             worker.since = time.monotonic()
-        worker.under_way.append((number, seconds))
+        worker.under_way.append((number, cpu_seconds, wall_seconds))
         with contextlib.suppress(OSError):  # if it died, its output ends: see _wait
-            worker.send(number, batch.pairs[number], seconds, hard_seconds)
+            worker.send(number, batch.pairs[number], cpu_seconds, wall_seconds)
 
     def _deadline(self, worker: _Worker, batch: _Batch) -> float:
         if not worker.is_ready:
             return worker.started + _START_SECONDS
         if not worker.under_way:
             return float("inf")
-        return worker.since + max(self._budget(batch), worker.under_way[0][1]) + 0.1
+        return worker.since + worker.under_way[0][2] + _KILL_SECONDS
 
     def _wait(self, batch: _Batch) -> None:
         """Take what the workers have to say, and kill those that are late."""
@@ -240,6 +241,9 @@ class WorkerPool:
             return
         *lines, worker.buffer = (worker.buffer + data).split(b"\n")
         for line in lines:
+            if line in (b"loading", b"loaded"):  # the pair's time starts anew
+                worker.since = time.monotonic() + (_START_SECONDS if line == b"loading" else 0.0)
+                continue
             if not worker.is_ready:
                 worker.is_ready = True
                 continue
@@ -247,7 +251,7 @@ class WorkerPool:
 
     def _take_reply(self, worker: _Worker, batch: _Batch, reply: list[Any]) -> None:
         number, kind, *rest = reply
-        _, seconds = worker.under_way.popleft()
+        _, seconds, _ = worker.under_way.popleft()
         now = time.monotonic()
         if kind == "out of time":
             batch.wasted += now - worker.since
@@ -265,13 +269,13 @@ class WorkerPool:
         if not worker.is_ready:
             self._failed_starts += 1
             return
-        spent = time.monotonic() - worker.since
+        spent = max(time.monotonic() - worker.since, 0.0)
         if worker.under_way:
-            number, seconds = worker.under_way.popleft()
+            number, seconds, _ = worker.under_way.popleft()
             batch.wasted += spent
             late = is_late or spent >= seconds
             batch.settle(number, _TIMED_OUT if late else Outcome("error", detail="its worker process died"))
-        for number, _ in reversed(worker.under_way):
+        for number, *_ in reversed(worker.under_way):
             batch.waiting.appendleft(number)
 
 

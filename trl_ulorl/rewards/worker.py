@@ -1,24 +1,26 @@
 """A worker process that compares formulas, one pair after the other, and may be killed at any time.
 
-Started by `pool`; it speaks lines of JSON: `[number, left, right, seconds]` in, `[number, outcome, ...]` out. It limits
-its own memory, and its own life if a pair outlasts its time even where its parent is gone.
+Started by `pool`; it speaks lines of JSON: `[number, left, right, CPU seconds, wall seconds]` in, `[number, outcome, ...]`
+out. It limits its own memory, interrupts itself where it can, and ends where it can't even if its parent is gone.
 """
 
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import sys
+import time
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from .compare import compare_formulas
 from .errors import Refused
 
 _MEMORY_BYTES = 300 * 2**20  # beyond what the worker holds when it is ready
-_GRACE_SECONDS = 0.5
+_GRACE_SECONDS = 3
 
 
 class _OutOfTime(BaseException):
@@ -26,22 +28,27 @@ class _OutOfTime(BaseException):
 
 
 class _Watch:
-    """Limits on one comparison: CPU seconds, after which it is interrupted, and a hard end if it can't be."""
+    """Limits on one comparison: interrupted after its seconds of CPU or wall time, ended if that does not help.
+
+    A process of our own may have its signals: nothing else in it needs them.
+    """
 
     def __init__(self) -> None:
         self.is_running = False
         signal.signal(signal.SIGPROF, self._interrupt)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, also from within C code
+        signal.signal(signal.SIGALRM, self._interrupt)
 
     def _interrupt(self, signal_number: int, frame: FrameType | None) -> None:
         if self.is_running:
             raise _OutOfTime
 
-    def start(self, seconds: float, hard_seconds: float) -> None:
-        signal.setitimer(signal.ITIMER_REAL, hard_seconds + _GRACE_SECONDS)
+    def start(self, cpu_seconds: float, wall_seconds: float) -> None:
+        end = int(time.process_time() + wall_seconds) + _GRACE_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         self.is_running = True
         # Again and again, since a library may swallow the first one.
-        signal.setitimer(signal.ITIMER_PROF, seconds, 0.05)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, wall_seconds, 0.05)
 
     def stop(self) -> None:
         self.is_running = False
@@ -54,27 +61,44 @@ def main() -> None:
     # Replies go where standard output went; what a library prints must not.
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
-    if find_spec("math_verify") is not None:
-        with contextlib.suppress(Exception):
-            from . import algebra
-
-            algebra.same_by_algebra(r"\int_0^1 x\,dx", r"\frac{1}{2}")
     compare_formulas("x+1", "1+x")
     _limit_memory()
     watch = _Watch()
     replies.write("ready\n")
     replies.flush()
+    is_loaded = False
     for line in sys.stdin:
-        number, left, right, seconds, hard_seconds = json.loads(line)
-        reply = _compare(watch, left, right, seconds, hard_seconds)
+        number, left, right, cpu_seconds, wall_seconds = json.loads(line)
+        if not is_loaded and (_ALGEBRA.search(left) or _ALGEBRA.search(right)):
+            _load_algebra(replies)
+            is_loaded = True
+        reply = _compare(watch, left, right, cpu_seconds, wall_seconds)
         replies.write(json.dumps([number, *reply]) + "\n")
         replies.flush()
 
 
-def _compare(watch: _Watch, left: str, right: str, seconds: float, hard_seconds: float) -> list[Any]:
+_ALGEBRA = re.compile(r"\\(?:[io]*int|sum|prod|lim|partial|nabla|det|sup|inf|frac\{d)")
+
+
+def _load_algebra(replies: TextIO) -> None:
+    """Import math-verify and SymPy, which takes a second that no pair shall pay for."""
+    replies.write("loading\n")
+    replies.flush()
+    resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
+    if find_spec("math_verify") is not None:
+        with contextlib.suppress(Exception):
+            from .algebra import same_by_algebra
+
+            same_by_algebra(r"\int_0^1 x\,dx", r"\frac{1}{2}")
+    _limit_memory()
+    replies.write("loaded\n")
+    replies.flush()
+
+
+def _compare(watch: _Watch, left: str, right: str, cpu_seconds: float, wall_seconds: float) -> list[Any]:
     try:
         try:
-            watch.start(seconds, hard_seconds)
+            watch.start(cpu_seconds, wall_seconds)
             comparison = compare_formulas(left, right)
         finally:
             watch.stop()
@@ -92,6 +116,6 @@ def _limit_memory() -> None:
     with open("/proc/self/statm", encoding="ascii") as status:
         in_use = int(status.read().split()[0]) * resource.getpagesize()
     limit = in_use + _MEMORY_BYTES
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
     if most == resource.RLIM_INFINITY or limit < most:
         resource.setrlimit(resource.RLIMIT_AS, (limit, most))
