@@ -16,7 +16,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _GAP = r"[\s$,;:.?!/|&*()，；、。？\\\]\[]{0,20}"
 _HEDGE = (
     "(?:it|this|that|could|can|may|might|also|be|is|or|and|else|either|otherwise|alternatively|maybe|perhaps|possibly|"
-    "even|then|again|not|probably|或者|或|和|与|也可能是|可能是|还是)"
+    "even|again|probably|或者|或|和|与|也可能是|可能是|还是)"
 )
 _BOX_JOINT = re.compile(rf"{_GAP}(?:{_HEDGE}{_GAP}){{0,6}}", re.IGNORECASE)
 _BARE_TOKEN = re.compile(r"[^\s${}\\]+|\\[A-Za-z]+")
@@ -37,7 +37,7 @@ _CLOSING_LINE = re.compile(
 )
 _CLOSING_NUMBER = re.compile(
     r"(?:\b(?:is|are|was|were|equals?|gives?|gets?|makes?|totals?|obtain|have|has)\s+|=\s*|[为是得有]\s*)"
-    r"(?:\\?[($]\s?)?([-+]?(?:\\\$)?\d[\d,.]{0,40}%?)\s?\\?[)$]?[*_]{0,2}[.!。]?\s*$"
+    r"(?:\\?[($]\s?)?([-+]?(?:\\\$)?\d[\d,]{0,40}(?:\.\d{1,40})?%?)\s?\\?[)$]?[*_]{0,2}[.!。]?\s*$"
 )
 
 _LEAD_IN = re.compile(

@@ -145,6 +145,8 @@ def _across_dimensions(left: Quantity, right: Quantity) -> tuple[bool, str, str]
 
 def _against_bare(quantity: Quantity, bare: Answer, *, is_prediction: bool) -> tuple[bool, str, str] | Formulas | None:
     number = read_number(bare)
+    if number is not None and number.percent:
+        return False, *((str(quantity), str(number)) if is_prediction else (str(number), str(quantity)))
     if number is not None:
         values = quantity.bare_numbers()
         pairs = [(value, number) if is_prediction else (number, value) for value in values]
