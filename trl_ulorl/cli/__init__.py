@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import clean, plan
+from . import clean, plan, verify
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -16,6 +16,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     clean.add_parser(commands)
     plan.add_parser(commands)
+    verify.add_parser(commands)
     return parser
 
 

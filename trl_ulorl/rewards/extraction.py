@@ -1,40 +1,65 @@
-r"""Find the final answer in a text and bring it to a comparable form.
+r"""Find the final answer in a text.
 
-Pure string functions in linear time: they run on megabytes of model output, which may be hostile. They know nothing
-about mathematics beyond its spelling; whether two answers are equal is decided in `verify`.
+Pure string functions in linear time: they run on megabytes of model output, which may be hostile. Whether two answers
+are equal is decided in `verify`.
 
 An output and its answer: `<think>\boxed{1}? No.</think> The answer is \boxed{\frac{1}{2}}.` gives `\frac{1}{2}`.
 """
 
 import re
-import unicodedata
 
-_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-# What may stand between two boxes that form one answer: "\boxed{3} or \boxed{4}", "$\boxed{3}$, $\boxed{4}$".
+_THINK_OPEN = re.compile(r"<think(?:ing)?>")
+_THINK_CLOSE = re.compile(r"</think(?:ing)?>")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+# What may stand between two boxes that form one answer: "\boxed{3} or \boxed{4}", "$\boxed{3}$, maybe $\boxed{4}$".
 # Bounded, as two unbounded repeats take quadratic time on a megabyte of spaces.
-_BOX_JOINT = re.compile(r"[\s$,;，；、]{0,20}(?:or|and|或|和)?[\s$,;，；、]{0,20}")
-_BARE_TOKEN = re.compile(r"[^\s${}\\]+")
+_GAP = r"[\s$,;:.?!/|&*()，；、。？\\\]\[]{0,20}"
+_HEDGE = (
+    "(?:it|this|that|could|can|may|might|also|be|is|or|and|else|either|otherwise|alternatively|maybe|perhaps|possibly|"
+    "even|again|probably|或者|或|和|与|也可能是|可能是|还是)"
+)
+_BOX_JOINT = re.compile(rf"{_GAP}(?:{_HEDGE}{_GAP}){{0,6}}", re.IGNORECASE)
+_BARE_TOKEN = re.compile(r"[^\s${}\\]+|\\[A-Za-z]+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKER = re.compile(
     r"""(?:\b(?:answer|(?:correct|right)\ (?:option|choice))(?:\s*\*\*)?\s*(?:\bis\b\s*:?|[:：=])
-        |(?:答案\s*(?:应?[为是]|[:：])|故选|应选)\s*[:：]?)[\s*]*""",
+        |(?:答案\s*(?:应?[为是]|[:：])|故选|应选)\s*[:：]?)[\s*]*
+        |\#{4}\s*
+        |"(?:final_?)?answer"\s*:\s*""",
     re.IGNORECASE | re.VERBOSE,
 )
-_SENTENCE_END = re.compile(r"\n|[。；]|[.?](?=\s|$)")
+_SENTENCE_END = re.compile(r"\n|[。；]|[.?](?=\s|$)|,?\s(?:because|since|as|which)\s|,?因为")
+_JSON_VALUE = re.compile(r'"((?:[^"\\\n]|\\.){1,1000})"|([^\s,}]{1,1000})')
+# "**Answer: D**" on a line of its own, at the very end.
+_CLOSING_LINE = re.compile(
+    r"\n[ \t*_#>]{0,10}(?:the\s)?(?:(?:final|correct)\s)?(?:answer|答案)[ \t*]{0,5}[:：][ \t*]{0,5}(\S[^\n]{0,200})\s*$",
+    re.IGNORECASE,
+)
+_CLOSING_NUMBER = re.compile(
+    r"(?:\b(?:is|are|was|were|equals?|gives?|gets?|makes?|totals?|obtain|have|has)\s+|=\s*|[为是得有]\s*)"
+    r"(?:\\?[($]\s?)?([-+]?(?:\\\$)?\d[\d,]{0,40}(?:\.\d{1,40})?%?)\s?\\?[)$]?[*_]{0,2}[.!。]?\s*$"
+)
 
+_LEAD_IN = re.compile(
+    r"^(?:\\text\{)?\s{0,3}(?:therefore,?\s|so,?\s|thus,?\s)?(?:the\s)?(?:final\s|correct\s)?answer(?:\sis\s*:?|\s*[:=])"
+    r"(?:\s*\}|(?=[^{}]*$))\s*",
+    re.IGNORECASE,
+)
 _MAX_PHRASE_CHARACTERS = 1000
+_MAX_WHOLE_CHARACTERS = 200
 
 
-def extract_answer(text: str) -> str | None:
+def extract_answer(text: str, *, lenient: bool = False) -> str | None:
     r"""Return the final answer of a model's whole output, or `None` if it gives none.
 
-    Looked for after the last `</think>`, in this order: the last `\boxed{...}` (boxes joined only by commas or "or"
-    are one answer, so a row of guesses is not a hit), `<answer>` tags, "the answer is ..." in English or Chinese.
-    There is no fallback to the last number, which would reward guesses.
+    Looked for after the last `</think>`, in this order: a last line "Answer: ...", the last `\boxed{...}` (boxes
+    joined only by commas, "or" and the like are one answer, so a row of guesses is not a hit), `<answer>` tags, "the
+    answer is ..." in English or Chinese, `####`, or `"answer":` in JSON.
 
     Args:
         text: The output. Without any thinking tags it is searched as a whole.
+        lenient: Whether an output without any mark may answer by its last sentence if that ends in "is 73", or by
+            being nothing but an answer of one line.
 
     Returns:
         The answer as written, or `None` if thinking never ended, if the last box is empty or its braces do not
@@ -46,14 +71,19 @@ def extract_answer(text: str) -> str | None:
         >>> extract_answer("Of 12 apples 5 are left") is None
         True
     """
-    final = text.rpartition(_THINK_CLOSE)[2]
-    if _THINK_OPEN in final:
+    final = _after_thinking(text)
+    if final is None:
         return None
     if _BOX.search(final):
+        closing = _CLOSING_LINE.search(final, max(len(final) - 400, 0))
+        if closing and not _BOX.search(closing[1]):
+            return _clean_phrase(closing[1])
         return _boxed(final)
     tagged, closing_tag, _ = final.rpartition("</answer>")
     _, opening_tag, content = tagged.rpartition("<answer>")
-    return (content.strip() or None) if opening_tag and closing_tag else _phrase(final)
+    if opening_tag and closing_tag:
+        return content.strip() or None
+    return _phrase(final) or (_unmarked(final) if lenient else None)
 
 
 def extract_reference(text: str) -> str:
@@ -76,6 +106,13 @@ def extract_reference(text: str) -> str:
     return _phrase(text) or text.strip()
 
 
+def _after_thinking(text: str) -> str | None:
+    end = 0
+    for tag in _THINK_CLOSE.finditer(text):
+        end = tag.end()
+    return None if _THINK_OPEN.search(text, end) else text[end:]
+
+
 def _boxed(text: str) -> str | None:
     """Answer in the last box, together with the boxes directly before it."""
     boxes = list(_BOX.finditer(text))
@@ -89,7 +126,7 @@ def _boxed(text: str) -> str | None:
             break
         contents[content[0]] = None
         start = box.start()
-    return ", ".join(reversed(contents))
+    return _LEAD_IN.sub("", ", ".join(reversed(contents)))
 
 
 def _box_content(text: str, start: int, stop: int | None = None) -> tuple[str, int] | None:
@@ -108,84 +145,26 @@ def _box_content(text: str, start: int, stop: int | None = None) -> tuple[str, i
 
 def _phrase(text: str) -> str | None:
     """Rest of the sentence after the last "the answer is" or "Answer:"."""
-    end = -1
-    for marker in _MARKER.finditer(text):
-        end = marker.end()
-    if end < 0:
+    last = None
+    for last in _MARKER.finditer(text):  # noqa: B007 - the last one counts
+        pass
+    if last is None:
         return None
-    sentence = _SENTENCE_END.split(text[end : end + _MAX_PHRASE_CHARACTERS], maxsplit=1)[0]
-    return sentence.strip(" \t\r*_`\"'") or None
+    rest = text[last.end() : last.end() + _MAX_PHRASE_CHARACTERS]
+    if last[0].startswith('"'):
+        value = _JSON_VALUE.match(rest)
+        return (value[1] or value[2]).strip() or None if value else None
+    return _clean_phrase(_SENTENCE_END.split(rest, maxsplit=1)[0])
 
 
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
-_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
-_SYMBOLS = str.maketrans(
-    {
-        "−": "-",
-        "–": "-",
-        "×": r"\times ",
-        "⋅": r"\cdot ",
-        "·": r"\cdot ",
-        "÷": r"\div ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "∞": r"\infty ",
-        "π": r"\pi ",
-        "∪": r"\cup ",
-        "∈": r"\in ",
-        "°": r"^\circ ",
-        "。": ".",
-    }
-)
-# One spelling for what LaTeX writes in several ways; the order matters.
-_LATEX_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"(?<=\d)(?:\{,\}|\\[,;:! ]|,\\!)(?=\d{3}(?!\d))", ""),  # thousands: 2{,}000 and 2\,000
-        (r"\\[td]frac|\\cfrac", r"\\frac"),
-        (r"(?<!\\)\\[\[\]()]|\\?\$", " "),
-        (r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|rm|bf)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|q?quad)(?![A-Za-z])", " "),
-        (r"(?<!\\)\\[,;:! ]|~", " "),
-        (r"\\(leq|geq|neq)(?:slant)?(?![A-Za-z])", r"\\\1"),
-        (r"\\(le|ge|ne)q(?![A-Za-z])", r"\\\1"),
-        (r"\\(frac|sqrt)\s*([0-9A-Za-z])", r"\\\1{\2}"),
-        (r"(\\frac\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),
-        (r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2"),
-        (r"\\%", "%"),
-        (r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])", ","),
-        (r"\s+", " "),
-        (r" ?([^\w ]) ?", r"\1"),
-        (r"(?<!\.)[.,;:]$|\\\\$", ""),
-        (r"^\(([A-Z])\)$", r"\1"),
-    )
-)
+def _clean_phrase(phrase: str) -> str | None:
+    return phrase.strip(" \t\r*_`\"'") or None
 
 
-def normalize_answer(text: str) -> str:
-    r"""Return one spelling for answers that differ only in Unicode, spacing, LaTeX layout or punctuation.
-
-    Args:
-        text: A short answer, as extracted.
-
-    Returns:
-        The normalised answer. Equal forms mean equal answers, different forms mean nothing.
-
-    Example:
-        >>> normalize_answer(r"$\left( \dfrac12,\, 2{,}000 \right)$.")
-        '(\\frac{1}{2},2000)'
-    """
-    text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + run[0].translate(_SUPERSCRIPTS) + "}", text)
-    text = _VULGAR_FRACTION.sub(_vulgar_to_latex, text)
-    text = unicodedata.normalize("NFKC", text).translate(_SYMBOLS)
-    text = "".join(str(unicodedata.decimal(c, c)) for c in text if unicodedata.category(c) != "Cf").strip()
-    for pattern, replacement in _LATEX_REWRITES:
-        text = pattern.sub(replacement, text).strip()
-    return text
-
-
-def _vulgar_to_latex(character: re.Match[str]) -> str:
-    numerator, _, denominator = unicodedata.normalize("NFKC", character[0]).partition("⁄")
-    return rf"\frac{{{numerator}}}{{{denominator}}}"
+def _unmarked(text: str) -> str | None:
+    """Answer of an output that marks none; never one of several numbers, which would reward guesses."""
+    closing = _CLOSING_NUMBER.search(text, max(len(text) - 200, 0))
+    if closing:
+        return closing[1]
+    bare = text.strip()
+    return bare if 0 < len(bare) <= _MAX_WHOLE_CHARACTERS and "\n" not in bare else None

@@ -2,27 +2,49 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from numbers import Number
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from .verify import STAGE_NAMES, Verdict, verify_answer
+from .verify import STAGE_NAMES, Verdict, verify_answers
 
 logger = logging.getLogger(__name__)
 
 Completion = str | Sequence[dict[str, Any]]
+
+_MAX_JUDGED_CHARACTERS = 1000  # a judge compares two short answers
+
+
+class Judge(Protocol):
+    """What decides where rules can't, such as a language model."""
+
+    def judge(self, pairs: Sequence[tuple[str, str]]) -> Sequence[bool | None]:
+        """Say which answers are equal.
+
+        Args:
+            pairs: Answers of the model and references, both normalised and short.
+
+        Returns:
+            One value per pair; `None` where there is no verdict.
+        """
 
 
 class VerifierReward:
     r"""Reward of 1 for a right final answer, 0 for a wrong one, `None` where that cannot be decided.
 
     Pass an instance to `reward_funcs`. TRL leaves a `None` out of the baseline, so a pair that cannot be decided
-    neither rewards nor punishes; the trainer counts them in `verifier/undecided_frac`. Without math-verify
-    (`pip install "trl-ulorl[math]"`) formulas that differ in more than spelling are among them.
-    Instances hold no state: they may be pickled, and called from several threads.
+    neither rewards nor punishes; the trainer counts them in `verifier/undecided_frac`. Without math-verify and pint
+    (`pip install "trl-ulorl[math]"`) units, integrals and sums are among them.
+    Instances hold no state of their own: they may be pickled, and called from several threads.
 
     Logged metrics: for each stage of the verifier, `verifier/stage_<name>_frac`.
     Logged columns: `verifier_stage` and `extracted_answer`.
+
+    Args:
+        judge: Asked, once per batch, about the pairs that rules leave open: those they can't decide, and those whose
+            words differ, which without a judge are taken as wrong. `None` from it stays `None`.
+        lenient: Whether an output that marks no answer may answer by how it ends, which rewards guesses.
 
     Example:
         >>> VerifierReward()(completions=["So it is \\boxed{0.5}.", "No idea."], answer=["1/2", "1/2"])
@@ -34,11 +56,14 @@ class VerifierReward:
     answer_columns: ClassVar[tuple[str, ...]] = ("answer", "solution")
     """Dataset columns that may hold the reference, the first one present wins."""
 
-    def __init__(self) -> None:
-        if find_spec("math_verify") is None:
+    def __init__(self, judge: Judge | None = None, *, lenient: bool = False) -> None:
+        self.judge = judge
+        self.lenient = lenient
+        missing = [name for name in ("math_verify", "pint") if find_spec(name) is None]
+        if missing:
             logger.warning(
-                "math-verify is not installed: formulas that differ in more than spelling get no reward. "
-                'Install it with `pip install "trl-ulorl[math]"`.'
+                f"{' and '.join(missing)} not installed: answers with units, integrals or sums get no reward. "
+                'Install what they need with `pip install "trl-ulorl[math]"`.'
             )
 
     def __call__(
@@ -78,9 +103,9 @@ class VerifierReward:
                 f"`VerifierReward` got {len(completions)} completions and {len(references)} references: it needs one "
                 "reference for each completion. Repeat a prompt's `answer` for each of its completions."
             )
-        verdicts = [
-            _judge(completion, reference) for completion, reference in zip(completions, references, strict=True)
-        ]
+        verdicts = _by_rules(completions, references, lenient=self.lenient)
+        if self.judge is not None:
+            verdicts = _with_judge(verdicts, self.judge)
         if log_extra is not None:
             log_extra("verifier_stage", [verdict.stage for verdict in verdicts])
             log_extra("extracted_answer", [verdict.prediction for verdict in verdicts])
@@ -89,13 +114,47 @@ class VerifierReward:
         return [None if verdict.equivalent is None else float(verdict.equivalent) for verdict in verdicts]
 
 
-def _judge(completion: Completion, reference: Any) -> Verdict:
-    """Verdict on one sample; an unusable sample costs itself, not the batch."""
+def _by_rules(completions: Sequence[Completion], references: Sequence[Any], *, lenient: bool) -> list[Verdict]:
+    """Verdicts on a batch; an unusable sample costs itself, not the batch."""
+    pairs: list[tuple[str, str]] = []
+    failed: dict[int, Verdict] = {}
+    for place, (completion, reference) in enumerate(zip(completions, references, strict=True)):
+        try:
+            pairs.append((_text(completion), _reference_text(reference)))
+        except Exception as error:
+            logger.warning("A completion could not be verified and gets no reward.", exc_info=True)
+            failed[place] = Verdict(None, "error", "", "", type(error).__name__)
+    verdicts = iter(verify_answers(pairs, lenient=lenient))
+    return [failed[place] if place in failed else next(verdicts) for place in range(len(completions))]
+
+
+def _with_judge(verdicts: list[Verdict], judge: Judge) -> list[Verdict]:
+    """Put the judge's verdicts in the place of those that rules leave open."""
+    places = [
+        place
+        for place, verdict in enumerate(verdicts)
+        if verdict.is_open and max(len(verdict.prediction), len(verdict.reference)) <= _MAX_JUDGED_CHARACTERS
+    ]
+    if not places:
+        return verdicts
+    answers: Sequence[bool | None] = [None] * len(places)
+    detail = "the judge has no verdict"
     try:
-        return verify_answer(_text(completion), _reference_text(reference))
+        given = list(judge.judge([(verdicts[place].prediction, verdicts[place].reference) for place in places]))
+        if len(given) != len(places):
+            raise ValueError(
+                f"The judge gave {len(given)} verdicts on {len(places)} pairs: it must give one for each."
+            )
+        answers = given
     except Exception as error:
-        logger.warning("A completion could not be verified and gets no reward.", exc_info=True)
-        return Verdict(None, "error", "", "", type(error).__name__)
+        logger.warning(f"The judge failed on {len(places)} pairs, which get no reward.", exc_info=True)
+        detail = f"the judge failed: {type(error).__name__}"
+    judged = list(verdicts)
+    for place, answer in zip(places, answers, strict=True):
+        stage, reason = ("undecided", detail) if answer is None else ("judge", "")
+        equivalent = None if answer is None else bool(answer)
+        judged[place] = replace(verdicts[place], equivalent=equivalent, stage=stage, detail=reason, presumed=False)
+    return judged
 
 
 def _first_present(answer: Sequence[Any] | None, solution: Sequence[Any] | None) -> Sequence[Any] | None:

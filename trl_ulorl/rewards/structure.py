@@ -1,0 +1,451 @@
+r"""Read what formulas are combined to: lists, sets, tuples, intervals, equations, inequalities, matrices.
+
+`x \in [2, 5)` becomes a named interval, `a = 1 \text{ or } a = -2` a list of two named formulas. A text that is none
+of these is kept as `Text`, which equals nothing but itself.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .formula import MAX_CHARACTERS, Node, Unreadable, Unsupported, read_formula, symbols
+from .numbers import Number, read_plain
+
+_MAX_ITEMS = 500
+_MAX_DEPTH = 12
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A formula without outer structure."""
+
+    node: Node
+    text: str
+
+
+@dataclass(frozen=True)
+class Rounded:
+    r"""A number that is said to be rounded: `\approx 3.14`."""
+
+    number: Number
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An interval, or what may as well be a pair: `(1, 2)`. `None` for an infinite end."""
+
+    low: "Item | None"
+    high: "Item | None"
+    is_open: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Several items.
+
+    Attributes:
+        items: In the order written.
+        kind: `list` without brackets, `tuple`, `set`, or `union` of sets.
+        is_ordered: Whether the order of a list counts.
+    """
+
+    items: tuple["Item", ...]
+    kind: str
+    is_ordered: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix, its rows of equal length."""
+
+    rows: tuple[tuple["Item", ...], ...]
+
+
+@dataclass(frozen=True)
+class Named:
+    r"""A value and what it is the value of: `x = 5`, `f(x) = 2x`, `D = (0, 1)`, `x \in [2, 5)`."""
+
+    name: str
+    value: "Item"
+
+
+@dataclass(frozen=True)
+class Relation:
+    r"""A chain of sides and the signs between them; `<` and `\le` stand for both directions, sides swapped."""
+
+    sides: tuple["Item", ...]
+    signs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that is no mathematics that we can read."""
+
+    text: str
+    needs_algebra: bool = False
+
+
+Item = Scalar | Rounded | Interval | Sequence | Matrix | Named | Relation | Text
+
+
+def read_structure(text: str, *, depth: int = 0) -> Item:
+    """Return the structure of a normalised answer."""
+    text = _FRENCH.sub(_brackets_to_parentheses, _unwrapped(text.strip()))
+    if depth > _MAX_DEPTH or len(text) > MAX_CHARACTERS or not _is_balanced(text):
+        return Text(text)
+    for reader in (_implication, _joined, _matrix, _set_builder, _union, _relation, _signs, _bracketed):
+        item = reader(text, depth)
+        if item is not None:
+            return item
+    return _scalar(text)
+
+
+# ------------------------------------------------------------------------------------------------------------ brackets
+
+_FRENCH = re.compile(r"(?<!\S)([\[\]])([^\[\]()]{1,80},[^\[\]()]{1,80})([\[\]])(?!\S)")
+
+
+def _brackets_to_parentheses(interval: re.Match[str]) -> str:
+    """]a, b[ is another way to write the open interval (a, b)."""
+    return f"{'(' if interval[1] == ']' else '['}{interval[2]}{')' if interval[3] == '[' else ']'}"
+
+
+_BRACKET = re.compile(r"\\[{}]|\\[lr]?(?:angle|brace|brack)(?![A-Za-z])|\\begin\{\w+\*?\}|\\end\{\w+\*?\}|[()\[\]{}]")
+_OPENING = frozenset("([{") | {r"\{"}
+_CLOSING = frozenset(")]}") | {r"\}"}
+
+
+def _steps(text: str) -> list[tuple[int, int, int]]:
+    """Brackets as (start, end, change of depth)."""
+    steps = []
+    for match in _BRACKET.finditer(text):
+        sign = match[0]
+        change = (sign in _OPENING or sign.startswith(r"\begin")) - (sign in _CLOSING or sign.startswith(r"\end"))
+        steps.append((match.start(), match.end(), change))
+    return steps
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for _, _, change in _steps(text):
+        depth += change
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _top_level(text: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    """Matches outside all brackets."""
+    spans: list[tuple[int, int]] = []
+    depth = start = 0
+    for begin, end, change in _steps(text):
+        if depth == 0 and change > 0:
+            spans.append((start, begin))
+        depth += change
+        if depth == 0 and change < 0:
+            start = end
+    spans.append((start, len(text)))
+    return [
+        match
+        for match in pattern.finditer(text)
+        if any(begin <= match.start() and match.end() <= end for begin, end in spans)
+    ]
+
+
+def _pieces(text: str, matches: list[re.Match[str]]) -> list[str]:
+    edges = [0, *(edge for match in matches for edge in match.span()), len(text)]
+    return [text[edges[place] : edges[place + 1]].strip() for place in range(0, len(edges), 2)]
+
+
+def _unwrapped(text: str) -> str:
+    """Drop braces around the whole."""
+    while text.startswith("{") and text.endswith("}") and _closes_at_end(text):
+        text = text[1:-1].strip()
+    return text
+
+
+def _closes_at_end(text: str) -> bool:
+    """Whether the bracket that opens the text is closed by its end."""
+    depth = 0
+    for _, end, change in _steps(text):
+        depth += change
+        if depth == 0:
+            return end == len(text)
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------------- readers
+
+_IMPLIES = re.compile(r"\\Rightarrow(?![A-Za-z])|=>")
+_RELATION_SIGN = re.compile(
+    r"\\(?:le|ge|ne|in|approx|equiv|sim|simeq|perp|parallel|cong|propto|notin|subset|subseteq|supset|to|ll|gg|mapsto|pmod|bmod|mod)(?![A-Za-z])"
+    r"|[<>=:]=?"
+)
+_COMMA = re.compile(
+    r"[,;]|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|\\(?:lor|vee|land|wedge|text|quad)(?![A-Za-z])|[或和且与]"
+)
+_OR = re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])|\\(?:lor|vee)|或")
+_THOUSANDS = re.compile(r"(?:[^,=]*=)?[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_ORDERED = re.compile(r"[A-Za-z]{3,}|\\ldots|[\u3400-\u9fff]")
+_FUNCTION_WORDS = re.compile(r"\\[A-Za-z]+|(?:arc)?(?:sin|cos|tan)h?|exp|log|sqrt|max|min|gcd|lcm|sec|csc|cot")
+
+
+def _implication(text: str, depth: int) -> Item | None:
+    """The end of a chain of conclusions."""
+    arrows = _top_level(text, _IMPLIES)
+    if not arrows or not _top_level(text[: arrows[0].start()], _RELATION_SIGN):
+        return None
+    return read_structure(text[arrows[-1].end() :], depth=depth + 1)
+
+
+def _joined(text: str, depth: int) -> Item | None:
+    """Items joined by commas, semicolons, "or" and "and"."""
+    joints = _top_level(text, _COMMA)
+    if not joints or _THOUSANDS.fullmatch(text) or len(joints) > _MAX_ITEMS:
+        return None
+    pieces = [piece for piece in _pieces(text, joints) if piece]
+    if len(pieces) < 2:
+        return read_structure(pieces[0], depth=depth + 1) if pieces else None
+    items = [read_structure(piece, depth=depth + 1) for piece in pieces]
+    region = _region(items, is_union=bool(_top_level(text, _OR)))
+    if region is not None:
+        return region
+    first = items[0]
+    if isinstance(first, Named) and not any(isinstance(item, Named | Relation) for item in items[1:]):
+        return Named(first.name, Sequence((first.value, *items[1:]), "list"))  # n = 1, 2, 3
+    if all(isinstance(item, Named) and item.name == first.name for item in items if isinstance(first, Named)) and (
+        isinstance(first, Named)
+    ):
+        return Named(first.name, Sequence(tuple(item.value for item in items if isinstance(item, Named)), "list"))
+    is_ordered = bool(_ORDERED.search(_FUNCTION_WORDS.sub("", text))) or r"\ldots" in text
+    return Sequence(tuple(items), "list", is_ordered=is_ordered)
+
+
+_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL)
+
+
+def _matrix(text: str, depth: int) -> Item | None:
+    body = text
+    if text[:1] in ("(", "[") and text[-1:] in (")", "]"):
+        body = text[1:-1]
+    match = _MATRIX.fullmatch(body)
+    if match is None or r"\begin" in match[2] or match[1] in ("vmatrix", "Vmatrix"):
+        return None
+    lines = [line for line in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if line.strip()]
+    rows = tuple(tuple(read_structure(cell, depth=depth + 1) for cell in line.split("&")) for line in lines)
+    if not rows or len(rows) > _MAX_ITEMS or len({len(row) for row in rows}) > 1:
+        return None
+    return Matrix(rows)
+
+
+_BUILDER = re.compile(r"\\\{(\w+)(?:\\in(?:\\mathbb\{R\}|R))?[|:](.*)\\\}", re.DOTALL)
+
+
+def _set_builder(text: str, depth: int) -> Item | None:
+    """`{x | x > 3}` is the solution of its condition."""
+    match = _BUILDER.fullmatch(text)
+    if match is None or not _closes_at_end(text):
+        return None
+    condition = read_structure(match[2], depth=depth + 1)
+    if isinstance(condition, Named) and condition.name == match[1] and isinstance(condition.value, Scalar):
+        return Sequence((condition.value,), "set")
+    return condition if isinstance(condition, Relation | Named | Sequence) else None
+
+
+_CUP = re.compile(r"\\cup(?![A-Za-z])")
+
+
+def _union(text: str, depth: int) -> Item | None:
+    if _top_level(text, _RELATION_SIGN):
+        return None
+    cups = _top_level(text, _CUP)
+    if not cups or len(cups) > _MAX_ITEMS:
+        return None
+    return Sequence(tuple(read_structure(piece, depth=depth + 1) for piece in _pieces(text, cups)), "union")
+
+
+_NAME = re.compile(
+    r"(?:\\?[A-Za-z]+|[A-Za-z])(?:_\{[^{}]*\}|_\w)?'*(?:\((?:\\?[A-Za-z]+|\d+)(?:,(?:\\?[A-Za-z]+|\d+))*\))?"
+    r"|\\(?:angle|triangle|overline|vec|widehat|hat|bar|mathbb|mathcal)\s?\{?\s?\w+\}?"
+)
+_ABOUT = frozenset((r"\approx", r"\sim", r"\simeq"))
+_SWAPPED = {">": "<", r"\ge": r"\le"}
+
+
+def _relation(text: str, depth: int) -> Item | None:
+    signs = [match for match in _top_level(text, _RELATION_SIGN) if match[0] != ":"]
+    if not signs or len(signs) > 20:
+        return None
+    sides = _pieces(text, signs)
+    kinds = tuple({"==": "=", ":=": "=", "<=": r"\le", ">=": r"\ge"}.get(sign[0], sign[0]) for sign in signs)
+    if not sides[-1]:
+        return None
+    if kinds[0] in _ABOUT and (not sides[0] or (len(kinds) == 1 and _NAME.fullmatch(sides[0]))):
+        number = read_plain(sides[-1])
+        return Rounded(_with_half_unit(number, sides[-1])) if number and len(kinds) == 1 else None
+    if not sides[0]:
+        return None
+    if kinds[0] in ("=", r"\in") and len(kinds) == 1:
+        named = _named(sides[0], sides[1], depth)
+        if named is not None:
+            return named
+    items = [read_structure(side, depth=depth + 1) for side in sides]
+    if {*kinds} <= {">", r"\ge"}:
+        items.reverse()
+        kinds = tuple(_SWAPPED[kind] for kind in reversed(kinds))
+    return Relation(tuple(items), kinds)
+
+
+def _with_half_unit(number: Number, text: str) -> Number:
+    decimals = re.search(r"\.(\d+)", text)
+    return number._replace(half_unit=Fraction(1, 2 * 10 ** (len(decimals[1]) if decimals else 0)))
+
+
+def _named(left: str, right: str, depth: int) -> Item | None:
+    if _NAME.fullmatch(left) and not _FUNCTION_WORDS.fullmatch(left.partition("(")[0]):
+        value = read_structure(right, depth=depth + 1)
+        return Named(_name(left), value)
+    names = re.fullmatch(r"\((\w+(?:,\w+)+)\)", left)
+    if names is None:
+        return None
+    value = read_structure(right, depth=depth + 1)
+    return value if isinstance(value, Interval | Sequence) else None  # (n, k) = (2, 45)
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[\s{}]", "", text)
+
+
+_PLUS, _MINUS = re.compile(r"\\pm(?![A-Za-z])"), re.compile(r"\\mp(?![A-Za-z])")
+_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
+
+
+def _signs(text: str, depth: int) -> Item | None:
+    r"""The two values of a formula with `\pm`."""
+    if not _PLUS_MINUS.search(text) or len(_PLUS_MINUS.findall(text)) > 2:
+        return None
+    upper, lower = _PLUS.sub("+", _MINUS.sub("-", text)), _PLUS.sub("-", _MINUS.sub("+", text))
+    return Sequence(tuple(read_structure(variant, depth=depth + 1) for variant in (upper, lower)), "list")
+
+
+_INFINITY = re.compile(r"([+-]?)(?:\\infty|infinity|inf|oo)")
+
+
+def _bracketed(text: str, depth: int) -> Item | None:
+    """A tuple, an interval, a set, or a formula in brackets."""
+    is_set = text.startswith(r"\{") and text.endswith(r"\}")
+    opening, closing = text[:1], text[-1:]
+    if is_set:
+        inner = text[2:-2].strip()
+    elif opening in ("(", "[") and closing in (")", "]") and not text.endswith(r"\]"):
+        inner = text[1:-1].strip()
+    else:
+        return None
+    if not _closes_at_end(text):
+        return None
+    commas = _top_level(inner, re.compile("[,;]"))
+    if len(commas) > _MAX_ITEMS:
+        return None
+    pieces = _pieces(inner, commas) if inner else []
+    if is_set:
+        return Sequence(tuple(read_structure(piece, depth=depth + 1) for piece in pieces), "set")
+    if len(pieces) == 1 and opening == "(" and closing == ")":
+        return read_structure(inner, depth=depth + 1)
+    if len(pieces) == 2:
+        ends = [None if _INFINITY.fullmatch(piece) else read_structure(piece, depth=depth + 1) for piece in pieces]
+        signs = [_INFINITY.fullmatch(piece) for piece in pieces]
+        if (signs[0] and signs[0][1] != "-") or (signs[1] and signs[1][1] == "-"):
+            return Text(text)
+        is_open = (opening == "(", closing == ")")
+        return Interval(ends[0], ends[1], (is_open[0] or ends[0] is None, is_open[1] or ends[1] is None))
+    if len(pieces) < 2:
+        return None
+    return Sequence(tuple(read_structure(piece, depth=depth + 1) for piece in pieces), "tuple")
+
+
+def _scalar(text: str) -> Item:
+    number = read_plain(text)
+    if number is not None:
+        value = number.value / 100 if number.percent else number.value
+        return Scalar(Node("number", value=value), text)
+    try:
+        return Scalar(read_formula(text), text)
+    except Unsupported:
+        return Text(text, needs_algebra=True)
+    except Unreadable:
+        return Text(text)
+
+
+# ------------------------------------------------------------------------------------------------- solved inequalities
+
+
+def solved(item: Item) -> tuple[str, Item] | None:
+    r"""Return the variable of a solved inequality and its solution: `x < 3` gives `x` and $(-\infty, 3)$.
+
+    Returns:
+        `None` if it isn't solved for one variable.
+    """
+    if isinstance(item, Named):
+        is_set = isinstance(item.value, Interval) or (isinstance(item.value, Sequence) and item.value.kind != "list")
+        return (item.name, item.value) if is_set else None
+    if not isinstance(item, Relation):
+        return None
+    names = [_variable(side) for side in item.sides]
+    others = [side for side, name in zip(item.sides, names, strict=True) if name is None or len(item.sides) == 3]
+    match item.signs, item.sides:
+        case (("<" | r"\le") as sign,), (left, right):
+            if names[0] and _is_free_of(names[0], right):
+                return names[0], Interval(None, right, (True, sign == "<"))
+            if names[1] and _is_free_of(names[1], left):
+                return names[1], Interval(left, None, (sign == "<", True))
+        case ((("<" | r"\le") as lower), (("<" | r"\le") as upper)), (left, _, right):
+            if names[1] and _is_free_of(names[1], left) and _is_free_of(names[1], right):
+                return names[1], Interval(left, right, (lower == "<", upper == "<"))
+        case ((r"\ne",), (_, right)):
+            if names[0] and _is_free_of(names[0], right) and len(others) == 1:
+                parts = (Interval(None, right, (True, True)), Interval(right, None, (True, True)))
+                return names[0], Sequence(parts, "union")
+    return None
+
+
+def _variable(item: Item) -> str | None:
+    return item.node.name if isinstance(item, Scalar) and item.node.kind == "symbol" else None
+
+
+def _is_free_of(name: str, item: Item) -> bool:
+    return isinstance(item, Scalar) and name not in symbols(item.node)
+
+
+def _region(items: list[Item], *, is_union: bool) -> Item | None:
+    """Inequalities in one variable, joined: a union by "or", else what they have in common."""
+    if not all(isinstance(item, Relation) for item in items):
+        return None
+    parts = [solved(item) for item in items]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or len({name for name, _ in known}) > 1:
+        return None
+    intervals = [region for _, region in known if isinstance(region, Interval)]
+    name = known[0][0]
+    if not is_union and len(intervals) == len(known) == 2:
+        bounded_below = [part for part in intervals if part.low is not None and part.high is None]
+        bounded_above = [part for part in intervals if part.high is not None and part.low is None]
+        if len(bounded_below) == len(bounded_above) == 1 and _below(bounded_below[0].low, bounded_above[0].high):
+            below, above = bounded_below[0], bounded_above[0]
+            return Named(name, Interval(below.low, above.high, (below.is_open[0], above.is_open[1])))
+    return Named(name, Sequence(tuple(region for _, region in known), "union"))
+
+
+def _below(low: Item | None, high: Item | None) -> bool:
+    """Whether one bound is below another, by value; for formulas that can't be told, it is presumed."""
+    from .errors import Refused
+    from .evaluate import TooLarge, Undefined, exact_value, rough_value
+
+    if not isinstance(low, Scalar) or not isinstance(high, Scalar):
+        return False
+    left, right = exact_value(low.node, {}), exact_value(high.node, {})
+    if left is not None and right is not None:
+        return left < right
+    try:
+        return rough_value(Node("add", (high.node, Node("neg", (low.node,)))))[0]
+    except (Undefined, TooLarge, Refused):
+        return True
