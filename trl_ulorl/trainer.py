@@ -19,7 +19,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from . import microbatches
 from .checks import (
+    check_gathering,
     check_model_limit,
     check_reward_funcs,
     check_tokenizer,
@@ -61,7 +62,7 @@ from .rollout.schedule import ContinuousSchedule, SegmentSchedule
 from .rollout.scoring import RewardScorer, RewardSource
 from .rollout.segmented import SegmentCollector
 from .rollout.state import FOLDER, load_state, pack_batches, save_state, unpack_batches, write_json
-from .rollout.transformers import TransformersEngine
+from .rollout.transformers import TransformersEngine, step_hook_disabled, unsharded
 from .rollout.vllm import ColocatedEngine, SegmentVLLM, replaced_vllm_generation
 from .rollout.vllm_client import ServedEngine
 from .rollout.vllm_server import ServedVLLM
@@ -204,6 +205,12 @@ class UloRLTrainer(GRPOTrainer):
                 peft_config=peft_config,
             )
         check_tokenizer(self._tokenizer)
+        check_gathering(
+            args,
+            num_ranks=self.accelerator.num_processes,
+            zero_stage=self._dist.zero_stage,
+            fsdp_version=self._dist.fsdp_version,
+        )
         engine = self._build_engine()
         self._rows = PromptRows(
             self.train_dataset,
@@ -356,9 +363,18 @@ class UloRLTrainer(GRPOTrainer):
                 gradient_checkpointing_kwargs=cast(dict[str, Any] | None, self.args.gradient_checkpointing_kwargs),
             ) as model,
             torch.no_grad(),
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            self._decoding_alone(),
         ):
             yield model
+
+    def _decoding_alone(self) -> AbstractContextManager[None]:
+        """Let each rank run as many forward passes as it needs, after TRL has gathered ZeRO-3's weights."""
+        if self.is_fsdp_enabled:
+            plugin = self.accelerator.state.fsdp_plugin
+            return unsharded(self.model_wrapped, reshards_after_forward=plugin.reshard_after_forward)
+        if self._dist.is_zero3:
+            return step_hook_disabled(self.model_wrapped)
+        return nullcontext()
 
     # ----------------------------------------------------------------------------------------------- the parent's seams
 
