@@ -372,7 +372,7 @@ class UloRLTrainer(GRPOTrainer):
         if self.is_fsdp_enabled:
             plugin = self.accelerator.state.fsdp_plugin
             return unsharded(self.model_wrapped, reshards_after_forward=plugin.reshard_after_forward)
-        if self._dist.is_zero3:
+        if self._dist.is_zero3 and self.model_wrapped is not self.model:  # else DeepSpeed has set no hook yet
             return step_hook_disabled(self.model_wrapped)
         return nullcontext()
 
