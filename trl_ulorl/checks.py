@@ -69,6 +69,37 @@ def check_vllm(model: Any) -> None:
         )
 
 
+def check_gathering(args: UloRLConfig, *, num_ranks: int, zero_stage: int, fsdp_version: int | None) -> None:
+    """Refuse settings under which transformers would decode with sharded weights, all ranks in step.
+
+    Ranks hold different numbers of unfinished rollouts: one would wait for ever for another that is done.
+
+    Args:
+        args: The configuration.
+        num_ranks: All processes.
+        zero_stage: DeepSpeed's, 0 without DeepSpeed.
+        fsdp_version: FSDP's, None without FSDP.
+
+    Raises:
+        ValueError: If weights are sharded and can't be gathered.
+    """
+    if args.use_vllm or num_ranks == 1:
+        return
+    if zero_stage == 3 and not args.ds3_gather_for_generation:
+        raise ValueError(
+            "`ds3_gather_for_generation` (False) keeps the weights sharded while `generate` runs, so that every rank would "
+            "have to decode as many tokens as the others, but ranks hold different numbers of unfinished rollouts. Set it "
+            "to True, or decode with vLLM (`use_vllm=True`) where a model does not fit on one device."
+        )
+    if fsdp_version == 1:
+        raise ValueError(
+            "FSDP's version 1 has no way to keep weights gathered while `generate` runs, so that every rank would have to "
+            "decode as many tokens as the others, but ranks hold different numbers of unfinished rollouts. Set "
+            "`fsdp_version: 2` in the launch file (examples/accelerate_configs/fsdp2.yaml), or decode with vLLM "
+            "(`use_vllm=True`)."
+        )
+
+
 def check_tokenizer(tokenizer: Any) -> None:
     """Refuse a tokenizer without an end-of-sequence token.
 

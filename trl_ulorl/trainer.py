@@ -22,7 +22,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from . import checkpoints, microbatches
 from .checks import (
+    check_gathering,
     check_model_limit,
     check_reward_funcs,
     check_tokenizer,
@@ -66,7 +67,7 @@ from .rollout.schedule import ContinuousSchedule, SegmentSchedule
 from .rollout.scoring import RewardScorer, RewardSource
 from .rollout.segmented import SegmentCollector
 from .rollout.state import Ranks
-from .rollout.transformers import TransformersEngine
+from .rollout.transformers import TransformersEngine, step_hook_disabled, unsharded
 from .rollout.vllm import ColocatedEngine, SegmentVLLM, replaced_vllm_generation
 from .rollout.vllm_client import ServedEngine
 from .rollout.vllm_server import ServedVLLM
@@ -222,6 +223,12 @@ class UloRLTrainer(GRPOTrainer):
         )
         self._saved_step = -1  # the step of the last checkpoint of this run
         self._sampler_state: dict[str, Tensor] = {}  # to go on from, where a step was stopped while it decoded
+        check_gathering(
+            args,
+            num_ranks=self.accelerator.num_processes,
+            zero_stage=self._dist.zero_stage,
+            fsdp_version=self._dist.fsdp_version,
+        )
         engine = self._build_engine()
         self._rows = PromptRows(
             self.train_dataset,
@@ -376,9 +383,18 @@ class UloRLTrainer(GRPOTrainer):
                 gradient_checkpointing_kwargs=cast(dict[str, Any] | None, self.args.gradient_checkpointing_kwargs),
             ) as model,
             torch.no_grad(),
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            self._decoding_alone(),
         ):
             yield model
+
+    def _decoding_alone(self) -> AbstractContextManager[None]:
+        """Let each rank run as many forward passes as it needs, after TRL has gathered ZeRO-3's weights."""
+        if self.is_fsdp_enabled:
+            plugin = self.accelerator.state.fsdp_plugin
+            return unsharded(self.model_wrapped, reshards_after_forward=plugin.reshard_after_forward)
+        if self._dist.is_zero3 and self.model_wrapped is not self.model:  # else DeepSpeed has set no hook yet
+            return step_hook_disabled(self.model_wrapped)
+        return nullcontext()
 
     # ----------------------------------------------------------------------------------------------- the parent's seams
 

@@ -8,6 +8,7 @@ from transformers import ProcessorMixin
 from trl import GRPOConfig
 
 from trl_ulorl import UloRLConfig, UloRLTrainer, VerifierReward
+from trl_ulorl.checks import check_gathering
 
 pytestmark = pytest.mark.slow
 
@@ -255,3 +256,19 @@ def test_prompt_without_room_for_a_completion(make, length, messages, num_tokens
 @pytest.mark.parametrize(("length", "messages"), [(19, False), (17, True)])
 def test_prompt_with_room_for_one_token(make, length, messages):
     make(model=make_model(positions=20), train_dataset=long_prompt(length, row=3, messages=messages))
+
+
+@pytest.mark.parametrize(
+    ("fields", "backend", "remedy"),
+    [
+        ({"ds3_gather_for_generation": False}, {"zero_stage": 3, "fsdp_version": None}, "Set it to True"),
+        ({}, {"zero_stage": 0, "fsdp_version": 1}, "fsdp_version: 2"),
+    ],
+    ids=["ZeRO-3 without gathering", "FSDP1"],
+)
+def test_decoding_with_sharded_weights(tmp_path, fields, backend, remedy):
+    args = UloRLConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
+    with pytest.raises(ValueError, match=remedy):
+        check_gathering(args, num_ranks=2, **backend)
+    check_gathering(args, num_ranks=1, **backend)
+    check_gathering(UloRLConfig(str(tmp_path), use_cpu=True, bf16=False), num_ranks=2, zero_stage=3, fsdp_version=2)

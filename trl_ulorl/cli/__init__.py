@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import clean, plan, verify
+from . import clean, doctor, plan, verify
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -17,6 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     clean.add_parser(commands)
     plan.add_parser(commands)
     verify.add_parser(commands)
+    doctor.add_parser(commands)
     return parser
 
 
@@ -29,5 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 failed, 2 bad input.
     """
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, others = parser.parse_known_args(arguments)
+    if others and not getattr(options, "takes_training_options", False):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.training_options = others
     return int(options.run(options))

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate.utils import is_peft_model
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -123,6 +124,45 @@ class TransformersEngine:
             eos_positions = np.flatnonzero(np.isin(ids[:budget], self._eos_token_ids))
             length = int(eos_positions[0]) + 1 if eos_positions.size else int(budget)
             yield DecodedSegment(index, ids[:length], logps[:length], is_stopped=bool(eos_positions.size))
+
+
+@contextmanager
+def unsharded(model: torch.nn.Module, *, reshards_after_forward: bool) -> Iterator[None]:
+    """Hold the whole weights of a model that FSDP2 has sharded.
+
+    Its modules gather their weights in each forward pass, with every rank, and free them after it. A rank that decodes
+    more than another would wait for it for ever, so all weights are gathered once and kept.
+
+    Args:
+        model: The sharded model.
+        reshards_after_forward: What its modules do outside of this context.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+            module.set_reshard_after_forward(reshards_after_forward, recurse=False)
+
+
+@contextmanager
+def step_hook_disabled(deepspeed_engine: Any) -> Iterator[None]:
+    """Keep ZeRO-3 from comparing ranks in forward passes that ranks run each for itself.
+
+    TRL takes ZeRO-3's hooks off the model's modules for generation, but one stays on the model itself: in the first two
+    forward passes it compares with the other ranks which modules were run. A rank without anything to decode runs none,
+    and the others would wait for it.
+    """
+    coordinator = deepspeed_engine.optimizer.parameter_offload.get_param_coordinator()
+    coordinator.reset_step = lambda: None  # in the place of the method
+    try:
+        yield
+    finally:
+        del coordinator.reset_step
 
 
 @contextmanager

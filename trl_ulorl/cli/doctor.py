@@ -1,0 +1,245 @@
+"""`trl-ulorl doctor`: whether what training rests on holds for a model, an engine and a configuration, here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .plan import _count
+
+if TYPE_CHECKING:
+    from ..doctor import Check
+    from ..trainer import UloRLTrainer
+
+_DESCRIPTION = """
+Check a model, an engine and a configuration before a long run: segments, log-probabilities, the length limit, stale
+caches, positions, a kill and a resume, and memory; measure the starting entropy and propose sigma and tau. Without
+arguments it examines the embedded model on the embedded task. Options of training follow as in examples/train_qwen3.py.
+"""
+_EXAMPLE = """
+example: one of the recipes, on outputs of up to 2,048 tokens, decoded with vLLM
+  trl-ulorl doctor --config examples/configs/qwen3_4b_32k.yaml --engine vllm --tokens 2048
+"""
+_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_DEFAULTS = {"max_completion_length": 128, "num_segments": 4, "per_device_train_batch_size": 32, "bf16": "false"}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check model, engine and configuration before a run",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a training configuration in YAML")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="path or name on the Hub (default: the configuration's, or embedded)"
+    )
+    parser.add_argument(
+        "--engine", choices=("transformers", "vllm"), help="what decodes (default: the configuration's)"
+    )
+    parser.add_argument("--problems", type=_count, default=32, help="prompts to decode (default: 32)")
+    parser.add_argument("--tokens", type=_count, default=256, help="most tokens of an output here (default: 256)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run, takes_training_options=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the checks; the exit code is 1 if one fails, 2 for input that no trainer can be built from."""
+    with _output_to_stderr(), tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer = _build_trainer(options, folder)
+        except (ValueError, TypeError, ImportError, OSError) as error:
+            sys.stderr.write(f"trl-ulorl doctor: {error}\n")
+            return 2
+        try:
+            checks = list(_examined(trainer, options))
+        finally:
+            trainer.end()
+    is_healthy = all(check.ok for check in checks)
+    if options.json:
+        content = {"ok": is_healthy, "checks": [dataclasses.asdict(check) for check in checks]}
+        sys.stdout.write(json.dumps(_finite(content), indent=2) + "\n")
+    else:
+        sys.stdout.write(_table(checks))
+    return 0 if is_healthy else 1
+
+
+@contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Keep what libraries print out of the report."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def _finite(value: Any) -> Any:
+    """Return JSON values: infinities and NaN as None, which JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---------------------------------------------------------------------------------------------------------- the patient
+
+
+@dataclass
+class _Data:
+    """What examples/train_qwen3.py takes besides the configuration; only the prompts are used here."""
+
+    dataset_name: str = field(default="arithmetic")
+    dataset_config: str | None = field(default=None)
+    dataset_split: str = field(default="train")
+    reward: str = field(default="verifier")
+    num_train_problems: int = field(default=20_000)
+    eval_dataset_name: str | None = field(default=None)
+    eval_problems: int = field(default=256)
+    eval_k: int = field(default=4)
+    engine: str | None = field(default=None)
+
+
+def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
+    """Build the trainer that the configuration describes, with prompts but without the real rewards."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+    from transformers import AutoTokenizer
+    from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+    from ..config import UloRLConfig
+    from ..data.arithmetic import embedded_model_path
+    from ..trainer import UloRLTrainer
+
+    if options.config is not None and not options.config.is_file():
+        raise ValueError(f"There is no file {str(options.config)!r}: check `--config`.")
+    parser = TrlParser((_Data, UloRLConfig, ModelConfig))
+    data, args, model_args = parser.parse_args_and_config(
+        _arguments(options, folder, torch.accelerator.is_available())
+    )
+    model_name = options.model or model_args.model_name_or_path or str(embedded_model_path())
+    kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    args.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")
+    rows = _prompts(data, max(options.problems, args.groups_per_batch), is_chat=tokenizer.chat_template is not None)
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    reward.__name__ = args.correctness_func or "reward"
+    return UloRLTrainer(
+        model=model_name,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+
+
+def _arguments(options: argparse.Namespace, folder: str, has_accelerator: bool) -> list[str]:
+    """Return the arguments of training: the configuration's, those given, and what an examination changes."""
+    given = list(options.training_options)
+    arguments = [] if options.config is None else ["--config", str(options.config)]
+    if options.config is None:
+        for name, value in _DEFAULTS.items():
+            if f"--{name}" not in given:
+                arguments += [f"--{name}", str(value)]
+    arguments += given
+    if not has_accelerator and "--use_cpu" not in given:
+        arguments += ["--use_cpu", "true"]
+    if options.engine is not None:
+        arguments += ["--use_vllm", str(options.engine == "vllm")]
+    return [
+        *arguments,
+        "--output_dir",
+        folder,
+        "--report_to",
+        "none",
+        "--log_rollouts",
+        "false",
+        "--push_to_hub",
+        "false",
+    ]
+
+
+def _prompts(data: _Data, num_rows: int, *, is_chat: bool) -> Any:
+    from datasets import load_dataset
+
+    from ..data.arithmetic import arithmetic_dataset
+
+    if data.dataset_name == "arithmetic":
+        return arithmetic_dataset(num_rows, seed=0, split="train")
+    path = Path(data.dataset_name)
+    if path.suffix in _LOADERS:
+        if not path.is_file():
+            raise ValueError(f"There is no file {data.dataset_name!r}: check `dataset_name`.")
+        rows = load_dataset(_LOADERS[path.suffix], data_files=data.dataset_name, split="train")
+    else:
+        rows = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_split)
+    column = next((name for name in ("prompt", "problem", "question") if name in rows.column_names), None)
+    if column is None:
+        raise ValueError(
+            f"{data.dataset_name!r} has the columns {rows.column_names}: name the one with the questions `prompt`."
+        )
+    rows = rows.select(range(min(num_rows, len(rows)))).select_columns([column])
+    rows = rows.rename_column(column, "prompt") if column != "prompt" else rows
+    if is_chat and isinstance(rows[0]["prompt"], str):
+        rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    return rows
+
+
+def _examined(trainer: UloRLTrainer, options: argparse.Namespace) -> Iterator[Check]:
+    from .. import doctor
+    from ..doctor_resume import check_resume
+
+    patient = doctor.Patient(trainer, num_prompts=options.problems, num_tokens=options.tokens)
+    sizes = {"num_segments": trainer.args.num_segments, "num_generations": trainer.args.num_generations}
+    checks = [(check.__name__, lambda check=check: check(patient)) for check in doctor.CHECKS]
+    checks.append(("check_resume", lambda: check_resume(Path(trainer.args.output_dir or "."), **sizes)))
+    checks.append(("check_memory", lambda: doctor.check_memory(patient, doctor.Machine.here())))
+    checks.append(("measure_entropy", lambda: doctor.measure_entropy(patient)))
+    for name, check in checks:
+        started = time.perf_counter()
+        found = check()
+        sys.stderr.write(f"{name}: {time.perf_counter() - started:.0f} s\n")
+        yield found
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def _table(checks: list[Check]) -> str:
+    width = max(len(check.name) for check in checks)
+    lines = [f"{'ok  ' if check.ok else 'FAIL'}  {check.name.ljust(width)}  {check.message}" for check in checks]
+    lines += ["", "Figures"]
+    for check in checks:
+        shown = ", ".join(f"{name} {_shown(value)}" for name, value in check.figure.items())
+        lines.append(f"  {check.name.ljust(width)}  {shown}")
+    failed = sum(not check.ok for check in checks)
+    return (
+        "\n".join([*lines, "", "All is well." if not failed else f"{failed} of {len(checks)} checks failed."]) + "\n"
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else "-" if value is None else str(value)
