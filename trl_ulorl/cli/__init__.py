@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from . import eval as evaluate
 from . import plan
 
 
@@ -14,6 +15,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trl-ulorl", description="Reinforcement learning on ultra-long outputs.", allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    evaluate.add_parser(commands)
     plan.add_parser(commands)
     return parser
 
