@@ -35,7 +35,9 @@ def test_problems_from_a_file(tmp_path, suffix):
     assert [str(answer) for answer in loaded["answer"]] == ["2", "3"]
 
 
-@pytest.mark.parametrize(("name", "folder"), [("aime_2025", "math-ai/aime25"), ("beyond_aime", "ByteDance-Seed/BeyondAIME")])
+@pytest.mark.parametrize(
+    ("name", "folder"), [("aime_2025", "math-ai/aime25"), ("beyond_aime", "ByteDance-Seed/BeyondAIME")]
+)
 def test_benchmarks_by_name(tmp_path, monkeypatch, name, folder):
     """With the Hub's files in a folder of the same name, which `load_dataset` takes first."""
     (tmp_path / folder).mkdir(parents=True)
@@ -66,7 +68,9 @@ def test_questions_become_messages_with_an_instruction():
 
 
 def test_problems_are_known_by_their_text():
-    rows = Dataset.from_list([{"prompt": "a", "answer": 1}, {"prompt": "a", "answer": 2}, {"prompt": "a", "answer": 1}])
+    rows = Dataset.from_list(
+        [{"prompt": "a", "answer": 1}, {"prompt": "a", "answer": 2}, {"prompt": "a", "answer": 1}]
+    )
     first, second, third = problem_ids(rows)
     assert len({first, second, third}) == 3 and third == f"{first}-2"
     assert problem_ids(Dataset.from_list([{"prompt": "a", "answer": "2"}])) == [second]
@@ -82,15 +86,21 @@ def test_problems_are_known_by_their_text():
         (lines(ROWS), ["--answer_column", "gold"], "no 'gold' for the reference answers"),
         (lines([{"text": "1+1=", "answer": "2"}]), [], "Name the one that holds them"),
         (lines([{"problem": "1+1="}]), [], "no `answer` or `solution`"),
-        (lines([*ROWS, {"problem": "1+3=", "answer": None}, {"problem": "1+4=", "answer": " "}]), [], "2 of the 4 rows"),
+        (
+            lines([*ROWS, {"problem": "1+3=", "answer": None}, {"problem": "1+4=", "answer": " "}]),
+            [],
+            "2 of the 4 rows",
+        ),
         (lines([{"problem": "", "answer": "2"}]), [], "The question in row 0"),
-        ("", [], "mine.jsonl"),
+        ("", [], "is empty"),
+        ("\n\n", [], "mine.jsonl"),
+        ("[]", ["--dataset", "mine.json"], "There is no file"),
         ("{", [], "can't be read"),
         (b"\x00\xff\xfe not text", [], "can't be read"),
         (None, [], "There is no file"),
         (lines(ROWS), ["--k", "8", "--num_samples", "4"], "Sample more, or lower `--k`"),
         (lines(ROWS), ["--num_problems", "3"], "more than the 2 rows"),
-        (lines(ROWS), ["--max_completion_length", "100000"], "Lower `--max_completion_length`"),
+        (lines([{"problem": "1+1=" * 200, "answer": "2"}]), [], "Evaluate on shorter problems"),
         (lines(ROWS), ["--model", "no/such/model"], "Pass the folder of a saved model"),
         (lines(ROWS), ["--reward", "verify"], "'module:function'"),
         (lines(ROWS), ["--reward", "no_such_module:f"], "there is no module 'no_such_module'"),
@@ -99,7 +109,11 @@ def test_problems_are_known_by_their_text():
         (lines(ROWS), ["--output", "missing/run.json"], "Make the folder first"),
         (lines(ROWS), ["--top_p", "0"], "1 is no limit"),
         (lines(ROWS), ["--engine", "vllm", "--model_revision", "v1"], "pass its folder as the model"),
-        (lines([{"prompt": [{"role": "user", "content": "?"}], "answer": "2"}]), ["--instruction", "x"], "last message"),
+        (
+            lines([{"prompt": [{"role": "user", "content": "?"}], "answer": "2"}]),
+            ["--instruction", "x"],
+            "last message",
+        ),
     ],
 )
 def test_bad_input_is_explained_and_leaves_nothing(content, arguments, remedy, tmp_path, monkeypatch, capsys):

@@ -148,7 +148,9 @@ def test_a_result_without_its_samples_is_refused(tmp_path):
         SampleFile(tmp_path / "run.json", SETTINGS)
 
 
-@pytest.mark.parametrize("text", ["x\n", "[]\n", "{}\n", '{"settings": {"model": "m", "temperature": 0.85}}\n{"a": 1}\n'])
+@pytest.mark.parametrize(
+    "text", ["x\n", "[]\n", "{}\n", '{"settings": {"model": "m", "temperature": 0.85}}\n{"a": 1}\n']
+)
 def test_a_file_of_something_else_is_refused(tmp_path, text):
     (tmp_path / "run.samples.jsonl").write_text(text)
     with pytest.raises(ValueError, match="is no file of samples"):

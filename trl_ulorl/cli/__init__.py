@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from . import eval as evaluate
-from . import plan
+from . import plan, train
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -17,6 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     evaluate.add_parser(commands)
     plan.add_parser(commands)
+    train.add_parser(commands)
     return parser
 
 
@@ -29,5 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 failed, 2 bad input.
     """
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, others = parser.parse_known_args(arguments)
+    if others and not getattr(options, "takes_training_options", False):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.training_options = others
     return int(options.run(options))

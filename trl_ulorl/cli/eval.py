@@ -121,11 +121,17 @@ def run(options: argparse.Namespace) -> int:
 
     if evaluation.num_kept and evaluation.is_main_process:
         sys.stderr.write(f"{evaluation.num_kept} answers are there already, {evaluation.num_missing} are missing\n")
+    if evaluation.num_too_long and evaluation.is_main_process:
+        sys.stderr.write(
+            f"{evaluation.num_too_long} of {len(problems)} prompts are as long as the model's positions or longer: no answer fits "
+            "behind them, and they count as truncated\n"
+        )
     result = evaluation.run(reward)
     if evaluation.is_main_process:
         values: dict[str, Any] = figures(result, k=options.k, ids=problem_ids(problems))
         if other is not None:
             values["comparison"] = other.compared(values)
+        values["num_too_long"] = evaluation.num_too_long
         write_json(options.output, {**values, "settings": evaluation.description})
         sys.stdout.write(table(values))
     evaluation.close()

@@ -158,11 +158,13 @@ def _read(name: str, config: str | None, split: str) -> Dataset:
     suffix = Path(name).suffix
     if suffix in LOADERS and not Path(name).is_file():
         raise ValueError(f"There is no file {name!r}: check the path given as a data set.")
+    if suffix in LOADERS and not Path(name).stat().st_size:
+        raise ValueError(f"The file {name!r} is empty: at least one row is needed. Check how it was made.")
     try:
         if suffix in LOADERS:
             return load_dataset(LOADERS[suffix], data_files=name, split="train")
         return load_dataset(name, config, split=split)
-    except (OSError, ValueError, DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last from a file of empty lines
         reason = error.__cause__ or error
         raise ValueError(
             f"The data set {name!r} can't be read ({type(reason).__name__}: {reason}). Pass a name on the Hub with an "

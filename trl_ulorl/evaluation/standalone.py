@@ -33,7 +33,7 @@ from transformers import (
 from ..rollout.engine import DecodeRequest, SegmentEngine
 from ..rollout.transformers import TransformersEngine
 from .problems import problem_ids
-from .runner import EvaluationResult, Judge, Reward, judged_try
+from .runner import EvaluationResult, Judge, Reward, Try, judged_try
 from .samples import SampleFile
 
 _Place = tuple[int, int]  # problem and attempt
@@ -50,7 +50,7 @@ class EvaluationSettings:
         temperature: The paper's is 0.85 (section 4.1).
         top_p: The paper's is 0.95.
         top_k: The paper's is 20; 0 for no limit.
-        max_completion_length: In tokens. None: what the model's positions leave behind the prompt.
+        max_completion_length: In tokens, as far as the model's positions go. None: all that they leave behind the prompt.
         engine: "transformers" or "vllm".
         batch_size: Completions that decode together in a process.
         seed: Of the sampling.
@@ -125,9 +125,14 @@ class Evaluation:
         return len(self._samples.tries)
 
     @property
+    def num_too_long(self) -> int:
+        """Problems whose prompt leaves no room for a completion; their tries count as truncated."""
+        return sum(limit < 1 for limit in self._limits)
+
+    @property
     def num_missing(self) -> int:
         """Tries that no file of samples holds."""
-        return len(self._problems) * self._settings.num_samples - self.num_kept
+        return (len(self._problems) - self.num_too_long) * self._settings.num_samples - self.num_kept
 
     @property
     def is_main_process(self) -> bool:
@@ -142,9 +147,15 @@ class Evaluation:
         """
         started = time.perf_counter()
         self._accelerator.wait_for_everyone()  # until all have read the files
+        unfit = [problem for problem, limit in enumerate(self._limits) if limit < 1]
+        tries = [
+            Try(problem, attempt, 0, True, 0.0, "", "")
+            for problem in unfit
+            for attempt in range(self._settings.num_samples)
+        ]
         if self.num_missing:
             self._sample(Judge(reward))
-        gathered = gather_object(list(self._samples.tries.values()))
+        gathered = gather_object([*tries, *self._samples.tries.values()])
         return EvaluationResult.from_tries(
             list({(each.problem, each.attempt): each for each in gathered}.values()),
             num_problems=len(self._problems),
@@ -161,7 +172,7 @@ class Evaluation:
         engine = self._engine()
         kept = len(self._samples.tries)
         bar = tqdm(
-            total=len(self._problems) * self._settings.num_samples if state.num_processes == 1 else None,
+            total=kept + self.num_missing if state.num_processes == 1 else None,
             initial=kept,
             desc="sampling",
             unit="answer",
@@ -189,7 +200,8 @@ class Evaluation:
 
     def _chunks(self) -> list[tuple[int, list[_Place]]]:
         """Return what decodes together, with the seed for it, without what is complete."""
-        longest_first = sorted(range(len(self._problems)), key=lambda problem: -self._prompts[problem].size)
+        fitting = [problem for problem in range(len(self._problems)) if self._limits[problem] > 0]
+        longest_first = sorted(fitting, key=lambda problem: -self._prompts[problem].size)
         places = [(problem, attempt) for problem in longest_first for attempt in range(self._settings.num_samples)]
         done = self._samples.tries
         if self._settings.engine == "vllm":
@@ -231,16 +243,14 @@ class Evaluation:
                 f"The model {self._settings.model!r} states no `max_position_embeddings`, so completions need a limit of "
                 "their own. Pass `--max_completion_length`."
             )
-        limits = []
-        for index, prompt in enumerate(self._prompts):
-            room = wanted if positions is None else positions - prompt.size
-            if cast(int, room) < (wanted or 1):
-                raise ValueError(
-                    f"The prompt of problem {index} has {prompt.size} tokens and the model {positions} positions, which leaves "
-                    f"{max(0, cast(int, room))} for a completion, but {wanted or 1} are needed. Lower "
-                    "`--max_completion_length`, or take the problem out."
-                )
-            limits.append(wanted or cast(int, room))
+        rooms = [wanted if positions is None else positions - prompt.size for prompt in self._prompts]
+        limits = [room if wanted is None else min(room, wanted) for room in cast(list[int], rooms)]
+        if max(limits) < 1:
+            raise ValueError(
+                f"The shortest prompt has {min(prompt.size for prompt in self._prompts)} tokens and the model {positions} "
+                "positions, so no completion fits behind any. Evaluate on shorter problems, or extend the model's positions "
+                "in its configuration."
+            )
         return limits
 
     # ----------------------------------------------------------------------------------------------------- engines
@@ -285,7 +295,9 @@ class Evaluation:
             top_p=settings.top_p,
             top_k=settings.top_k,
             gpu_memory_utilization=settings.gpu_memory_utilization,
-            max_model_length=max(prompt.size + room for prompt, room in zip(self._prompts, self._limits, strict=True)),
+            max_model_length=max(
+                prompt.size + limit for prompt, limit in zip(self._prompts, self._limits, strict=True) if limit > 0
+            ),
             num_sequences=settings.batch_size,
             seed=settings.seed + len(self._samples.tries),
         )
