@@ -40,7 +40,7 @@ from trl.models import unwrap_model_for_generation
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import get_callable_name, get_config_model_id
 
-from . import checkpoints, microbatches
+from . import checkpoints, microbatches, model_card
 from .checks import (
     check_gathering,
     check_model_limit,
@@ -131,7 +131,7 @@ class UloRLTrainer(GRPOTrainer):
         ValueError: If data, model, tokenizer and configuration do not fit together.
     """
 
-    _tag_names = ["trl", "ulorl"]  # noqa: RUF012 - TRL's own form
+    _tag_names = ["trl", "ulorl", "grpo"]  # noqa: RUF012 - TRL's own form
     _name = "UloRL"
     _paper = {  # noqa: RUF012
         "title": "UloRL: An Ultra-Long Output Reinforcement Learning Approach for Advancing Large Language Models' "
@@ -616,6 +616,18 @@ class UloRLTrainer(GRPOTrainer):
             `{"groups": {...}, "tokens": {...}}`; in each the first number is the sum of the others.
         """
         return self._collector.ledger_balance()
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the parent's model card, and what the run was and came to."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            model_card.add_run(
+                Path(cast(str, self.args.output_dir)) / "README.md",
+                self.args,
+                steps=self.state.global_step,
+                history=self.state.log_history,
+                ledger=self.ledger(),
+            )
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

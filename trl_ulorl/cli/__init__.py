@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import clean, doctor, plan, verify
+from . import clean, doctor, plan, train, verify
+from . import eval as evaluate
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -14,9 +15,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trl-ulorl", description="Reinforcement learning on ultra-long outputs.", allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train.add_parser(commands)
+    evaluate.add_parser(commands)
     clean.add_parser(commands)
-    plan.add_parser(commands)
     verify.add_parser(commands)
+    plan.add_parser(commands)
     doctor.add_parser(commands)
     return parser
 

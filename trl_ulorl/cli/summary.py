@@ -1,0 +1,114 @@
+"""What a training run came to: `summary.json`, plots, and a few lines for the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from ..config import DMMPTsConfig
+from ..evaluation import EvaluationCallback, EvaluationResult
+from ..plots import read_rollouts, rollout_lengths, save_plots
+from ..trainer import UloRLTrainer
+
+
+def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None:
+    """Write summary.json and the plots, and print what the run came to."""
+    before, after = (evaluation.before, evaluation.after) if evaluation else (None, None)
+    folder = Path(cast(str, trainer.args.output_dir))
+    history = trainer.state.log_history
+    log = folder / "rollouts.jsonl"
+    records = read_rollouts(log) if log.exists() else []
+    lengths = rollout_lengths(records)
+    entropies = [entry["entropy"] for entry in history if entry.get("entropy") is not None]
+    batches_per_step = trainer.args.gradient_accumulation_steps / trainer.args.micro_steps_per_batch
+    times = _phase_seconds(history, batches_per_step)
+    summary: dict[str, Any] = {
+        "steps": trainer.state.global_step,
+        "train_seconds": _train_seconds(history, evaluation),
+        "phase_seconds": times,
+        "sigma": trainer.args.dmmpts.sigma if isinstance(trainer.args.dmmpts, DMMPTsConfig) else None,
+        "entropy_first_third": _mean(entropies[: len(entropies) // 3]),
+        "entropy_last_third": _mean(entropies[-(len(entropies) // 3) :]),
+        "lengths": {
+            "p50": float(np.percentile(lengths, 50)),
+            "p99": float(np.percentile(lengths, 99)),
+            "max": int(lengths.max()),
+        }
+        if lengths.size
+        else None,
+        "ledger": trainer.ledger(),
+    }
+    for name, result in (("before", before), ("after", after)):
+        if result is not None:
+            summary[f"accuracy_{name}"] = result.accuracy
+            summary[f"standard_error_{name}"] = result.standard_error
+            summary[f"truncated_{name}"] = result.truncated_fraction
+            summary[f"length_mean_{name}"] = float(result.lengths.mean())
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    plots = save_plots(history, records, folder)
+
+    lines = [""]
+    if evaluation is not None and before is not None and after is not None:
+        lines += _table(before, after, evaluation.k)
+    lines += _ledger(summary["ledger"])
+    lines.append("Where the time went: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in times.items()))
+    if summary["lengths"] and entropies:
+        sigma = "off" if summary["sigma"] is None else f"{summary['sigma']:g}"
+        lines.append(
+            f"Output lengths: median {summary['lengths']['p50']:.0f}, p99 {summary['lengths']['p99']:.0f} tokens. "
+            f"Entropy in the last third of the steps: {summary['entropy_last_third']:.3f} nats (sigma {sigma})."
+        )
+    lines.append(f"Saved to {folder}: the model, summary.json, {', '.join(path.name for path in plots)}")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _train_seconds(history: list[dict[str, Any]], evaluation: EvaluationCallback | None) -> float:
+    """Return the wall-clock time of training, without the evaluations made meanwhile."""
+    runtimes = [entry["train_runtime"] for entry in history if "train_runtime" in entry]
+    return float(runtimes[-1]) - (evaluation.seconds if evaluation else 0.0) if runtimes else 0.0
+
+
+def _phase_seconds(history: list[dict[str, Any]], batches_per_step: float) -> dict[str, float]:
+    """Share the seconds of all steps out over decoding, waiting for rewards and ranks, and updating the model.
+
+    A logged value is the mean over the steps since the last log, and for the rollout over their batches.
+    """
+    seconds = dict.fromkeys(("decode", "score", "exchange", "update"), 0.0)
+    last_step = 0
+    for entry in (entry for entry in history if "step_time" in entry):
+        steps, last_step = entry["step"] - last_step, entry["step"]
+        parts = {name: entry.get(f"rollout/{name}_seconds") or 0.0 for name in ("decode", "score", "exchange")}
+        for name, value in parts.items():
+            seconds[name] += value * batches_per_step * steps
+        seconds["update"] += (entry["step_time"] - sum(parts.values()) * batches_per_step) * steps
+    return seconds
+
+
+def _table(before: EvaluationResult, after: EvaluationResult, k: int) -> list[str]:
+    gain = 100 * (after.accuracy - before.accuracy)
+    lines = [
+        f"Held-out problems: {len(before.is_correct)}, {k} answers each",
+        f"            avg@{k:<3} standard error   truncated   mean length",
+    ]
+    for name, result in (("before", before), ("after", after)):
+        lines.append(
+            f"  {name:8}  {100 * result.accuracy:5.1f} %  {100 * result.standard_error:12.1f}   "
+            f"{result.truncated_fraction:8.1%}   {result.lengths.mean():8.1f}"
+        )
+    return [*lines, f"  gain      {gain:+5.1f} points"]
+
+
+def _ledger(ledger: dict[str, dict[str, int]]) -> list[str]:
+    lines = ["Ledger, in which the first number is the sum of the others:"]
+    for part, entries in ledger.items():
+        (first, total), *rest = entries.items()
+        lines.append(f"  {part}: {total} {first} = " + " + ".join(f"{n} {name.replace('_', ' ')}" for name, n in rest))
+    return lines

@@ -1,0 +1,155 @@
+"""The training script: what `trl-ulorl train` and examples/train_qwen3.py run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, ProgressCallback
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from .. import UloRLConfig, UloRLTrainer
+from ..data.arithmetic import arithmetic_dataset, embedded_model_path
+from ..evaluation import EvaluationCallback
+from ..evaluation.problems import LOADERS, as_messages, load_problems, load_rows
+from ..progress import RolloutProgress
+from .inputs import load_reward
+from .summary import finish
+from .train import ScriptArguments
+
+
+def main(arguments: list[str]) -> int:
+    """Train from command-line arguments: data, trainer, evaluation before and after, the model, and the Hub.
+
+    Args:
+        arguments: `--config` and options of `ScriptArguments`, `UloRLConfig` and TRL's `ModelConfig`.
+
+    Returns:
+        The exit code: 0 done, 2 bad input, which is explained; what fails in the run is raised.
+    """
+    try:
+        script_args, training_args, model_args = parse(arguments)
+        trainer, evaluation = build(script_args, training_args, model_args)
+    except (ValueError, TypeError, OSError) as error:
+        sys.stderr.write(f"trl-ulorl train: {error}\n")
+        return 2
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    trainer.save_model()
+    if trainer.accelerator.is_main_process:
+        finish(trainer, evaluation)
+    # A model card links its data set on the Hub, where a file or the embedded task is not to be found.
+    is_local = script_args.dataset_name == "arithmetic" or Path(script_args.dataset_name).suffix in LOADERS
+    dataset_name = None if is_local else script_args.dataset_name
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=dataset_name)
+    else:
+        trainer.create_model_card(model_name=Path(trainer.args.output_dir or "").name, dataset_name=dataset_name)
+    trainer.end()  # the trackers, vLLM and the process group
+    return 0
+
+
+def parse(arguments: list[str]) -> tuple[ScriptArguments, UloRLConfig, ModelConfig]:
+    """Parse options and configuration file.
+
+    Raises:
+        ValueError: If they contradict each other.
+    """
+    if not torch.accelerator.is_available() and "--use_cpu" not in arguments:
+        arguments = [*arguments, "--use_cpu", "true"]
+    parser = TrlParser((ScriptArguments, UloRLConfig, ModelConfig))  # type: ignore[arg-type]
+    script_args, training_args, model_args = parser.parse_args_and_config(with_engine(arguments))
+    if script_args.engine not in (None, "vllm" if training_args.use_vllm else "transformers"):
+        raise ValueError(
+            f"`engine` ({script_args.engine!r}) contradicts `use_vllm` ({training_args.use_vllm}): in a configuration file "
+            "set only `use_vllm`."
+        )
+    return script_args, training_args, model_args
+
+
+def with_engine(arguments: list[str]) -> list[str]:
+    """Add the `--use_vllm` that `--engine` stands for: the configuration is checked as it is made."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--engine", choices=("transformers", "vllm"))
+    engine = parser.parse_known_args(arguments)[0].engine
+    if "--use_vllm" in arguments:
+        return arguments  # said already; a contradiction is refused below
+    return arguments if engine is None else [*arguments, "--use_vllm", str(engine == "vllm")]
+
+
+def build(
+    script_args: ScriptArguments, training_args: UloRLConfig, model_args: ModelConfig
+) -> tuple[UloRLTrainer, EvaluationCallback | None]:
+    """Load data, model and reward, and return the trainer, with what evaluates it.
+
+    Raises:
+        ValueError: If the input does not fit together.
+    """
+    model_name = model_args.model_name_or_path or embedded_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")
+    train, held_out = load_data(script_args, training_args.seed, is_chat=tokenizer.chat_template is not None)
+    reward = load_reward(script_args.reward)
+    training_args.model_init_kwargs = model_init_kwargs(training_args, model_args)
+    trainer = UloRLTrainer(
+        model=model_name,
+        reward_funcs=reward,
+        args=training_args,
+        train_dataset=train,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    if not training_args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(RolloutProgress())
+    if held_out is None:
+        return trainer, None
+    evaluation = EvaluationCallback(
+        trainer,
+        held_out,
+        k=script_args.eval_k,
+        reward=reward,
+        every_steps=script_args.eval_every,
+        at_ends=True,
+        is_resumed=checkpoint_to_resume(training_args) is not None,
+    )
+    trainer.add_callback(evaluation)
+    return trainer, evaluation
+
+
+def load_data(script_args: ScriptArguments, seed: int, *, is_chat: bool) -> tuple[Dataset, Dataset | None]:
+    """Return the training rows and the held-out ones; with a chat template a text becomes a user message."""
+    name, held_out_name = script_args.dataset_name, script_args.eval_dataset_name
+    if name == "arithmetic":
+        train = arithmetic_dataset(script_args.num_train_problems, seed=seed, split="train")
+        held_out_name = held_out_name or "arithmetic"  # its test problems are the same for every seed
+    else:
+        train = load_rows(name, config=script_args.dataset_config, split=script_args.dataset_split)
+        train = as_messages(train) if is_chat else train
+    if held_out_name is None or not script_args.eval_problems:
+        return train, None
+    if held_out_name == "arithmetic":
+        return train, load_problems(held_out_name, num_problems=script_args.eval_problems)
+    held_out = load_problems(held_out_name, needs_answers=script_args.reward == "verifier")
+    held_out = held_out.select(range(min(script_args.eval_problems, len(held_out))))
+    return train, as_messages(held_out) if is_chat else held_out
+
+
+def model_init_kwargs(training_args: UloRLConfig, model_args: ModelConfig) -> dict[str, Any]:
+    """Merge the model arguments into those of the configuration, such as the recipes' rope parameters."""
+    kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **cast(dict[str, Any], training_args.model_init_kwargs or {}),
+    }
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def checkpoint_to_resume(training_args: UloRLConfig) -> str | bool | None:
+    """Return what `train` takes for `--resume_from_checkpoint`: a path, True for the newest, None for none."""
+    given = training_args.resume_from_checkpoint
+    return {"true": True, "false": None}.get(str(given).lower(), given)
