@@ -1,4 +1,4 @@
-"""`rollouts.jsonl`: one line for every group that has left the pools."""
+"""What a run leaves on disk for people: `rollouts.jsonl`, one line for every group that has left the pools, and JSON."""
 
 from __future__ import annotations
 
@@ -67,3 +67,10 @@ def _rollout_record(rollout: Rollout) -> dict[str, Any]:
         "segments": [[segment.policy_version, len(segment)] for segment in rollout.segments],
         "rewards": [None if math.isnan(reward) else reward for reward in rewards],
     }
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON values so that the file is either the old or the new one, never half of one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     from ..evaluation.problems import problem_ids
     from ..evaluation.report import figures, table
-    from ..rollout.state import write_json
+    from ..records import write_json
 
     if evaluation.num_kept and evaluation.is_main_process:
         sys.stderr.write(f"{evaluation.num_kept} answers are there already, {evaluation.num_missing} are missing\n")

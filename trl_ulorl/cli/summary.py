@@ -48,7 +48,7 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
             summary[f"standard_error_{name}"] = result.standard_error
             summary[f"truncated_{name}"] = result.truncated_fraction
             summary[f"length_mean_{name}"] = float(result.lengths.mean())
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "summary.json", summary)
     plots = save_plots(history, records, folder)
 
     lines = [""]

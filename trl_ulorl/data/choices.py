@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..rewards.extraction import normalize_answer
+from ..rewards.normalize import normalize_answer
 from .rules import Finding, mentions
 
 _FONT = r"\\(?:text|textbf|mathrm|mathbf|rm|bf|textrm)\s*\{\s*"

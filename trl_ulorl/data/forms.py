@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from ..rewards.extraction import normalize_answer
+from ..rewards.normalize import normalize_answer
 from .rules import NO_ANSWER, VALUE, VALUE_INSIDE, Finding, is_truth_value, mentions, sentences_of, without_wrapping
 
 # ---------------------------------------------------------------------------------------------------------------- proof

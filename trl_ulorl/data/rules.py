@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..rewards.extraction import extract_reference, normalize_answer
+from ..rewards.extraction import extract_reference
+from ..rewards.normalize import normalize_answer
 
 
 @dataclass(frozen=True, slots=True)

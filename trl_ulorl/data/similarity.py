@@ -255,7 +255,9 @@ class LeakageIndex:
         is_suspect = np.array(
             [row.tokens in self._by_tokens or row.formula in self._by_formula for row in rows], dtype=bool
         )
-        tokens = np.fromiter((token for row in rows for token in row.tokens), dtype=np.uint64, count=int(lengths.sum()))
+        tokens = np.fromiter(
+            (token for row in rows for token in row.tokens), dtype=np.uint64, count=int(lengths.sum())
+        )
         if len(tokens) < NGRAM or not len(self._rolling):
             return is_suspect
         hashes = _rolling_hashes(tokens)  # those across two questions are chance hits at the most

@@ -17,7 +17,8 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ..rewards.extraction import extract_answer, normalize_answer
+from ..rewards.extraction import extract_answer
+from ..rewards.normalize import normalize_answer
 from ..rollout.engine import DecodedSegment, DecodeRequest
 from .metrics import avg_at_k
 
