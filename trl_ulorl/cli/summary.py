@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +11,7 @@ import numpy as np
 from ..config import DMMPTsConfig
 from ..evaluation import EvaluationCallback, EvaluationResult
 from ..plots import read_rollouts, rollout_lengths, save_plots
+from ..records import write_json
 from ..trainer import UloRLTrainer
 
 
