@@ -44,7 +44,9 @@ from trl_ulorl.rewards.judge_models import TransformersModel
 Example = tuple[str, str, bool]
 """Two answers, and whether they are the same."""
 WORDS = {verdict: word for word, verdict in VERDICTS.items()}
+SEPARATOR = '", "B": "'  # between the answers, as `judge_messages` writes them
 HELD_OUT_ONE_IN = 8
+NUM_PAIRS = 30_000  # at most, to train on; longer training goes through them several times
 
 # ------------------------------------------------------------------------------------------------------------ the pairs
 
@@ -157,15 +159,16 @@ FAMILIES: tuple[Callable[[random.Random, bool], tuple[str, str]], ...] = (share,
 def draw_examples(count: int, *, seed: int, held_out: bool) -> list[Example]:
     """Draw pairs of one side of the split, as many equal as different ones; the held-out ones are distinct."""
     rng = random.Random(seed)
-    examples: dict[tuple[int, Example], None] = {}
+    examples: dict[object, Example] = {}
     while len(examples) < count:
         equal = len(examples) % 2 == 0
         pair = rng.choice(FAMILIES)(rng, equal)
-        digest = hashlib.sha256(json.dumps(sorted(pair)).encode()).digest()
-        if (digest[0] % HELD_OUT_ONE_IN == 0) == held_out and pair[0] != pair[1]:
+        text = json.dumps(sorted(pair))
+        is_held_out = hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+        if is_held_out == held_out and pair[0] != pair[1]:
             first, second = rng.sample(pair, 2)
-            examples[0 if held_out else len(examples), (first, second, equal)] = None
-    return [example for _, example in examples]
+            examples[text if held_out else len(examples)] = (first, second, equal)
+    return list(examples.values())
 
 
 # --------------------------------------------------------------------------------------------------- training and use
@@ -179,26 +182,38 @@ def embedded_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
     model = AutoModelForCausalLM.from_pretrained(embedded_model_path())
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*VERDICTS, '{"A": "', '", "B": "', '"}')])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*VERDICTS, '{"A": "', SEPARATOR, '"}')])
     model.resize_token_embeddings(len(tokenizer))
     return model, tokenizer
 
 
-def as_texts(examples: list[Example], tokenizer: PreTrainedTokenizerBase, instructions: str) -> Dataset:
-    """Rows of TRL's prompt-completion form, in which the loss is taken on the completion only.
+def as_texts(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Rows for the embedded model, in TRL's prompt-completion form: the loss is taken on the completion only.
 
     The completion of a different pair is its verdict. That of an equal pair begins at the second answer: the model has
-    to write it, too, and one that can is able to compare.
+    to write it, too, and one that can is able to compare. From verdicts alone it learns nothing in this time.
     """
     rows = []
     for first, second, equal in examples:
-        messages = judge_messages(first, second, instructions)
-        prompt = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        head, separator, tail = prompt.rpartition('", "B": "') if equal else (prompt, "", "")
+        messages = judge_messages(first, second, instructions="")
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        head, separator, tail = prompt.rpartition(SEPARATOR) if equal else (prompt, "", "")
         rows.append({"prompt": head + separator, "completion": tail + WORDS[equal] + tokenizer.eos_token})
     return Dataset.from_list(rows)
+
+
+def as_conversations(examples: list[Example]) -> Dataset:
+    """Rows for a model that can read instructions: the verdict alone is learnt."""
+    return Dataset.from_list(
+        [
+            {
+                "prompt": judge_messages(first, second),
+                "completion": [{"role": "assistant", "content": WORDS[equal]}],
+                "chat_template_kwargs": {"enable_thinking": False},
+            }
+            for first, second, equal in examples
+        ]
+    )
 
 
 def measure(judge: GenerativeVerifier, examples: list[Example]) -> dict[str, float]:
@@ -235,8 +250,9 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     else:
         model, tokenizer = embedded_model()
-    # So small a model learns the task from the pairs alone, and long instructions would only make it slow.
     instructions = INSTRUCTIONS if arguments.model else ""
+    num_pairs = min(NUM_PAIRS, arguments.steps * arguments.batch_size)
+    pairs = draw_examples(num_pairs, seed=arguments.seed, held_out=False)
     has_accelerator = torch.accelerator.is_available()
     trainer = SFTTrainer(
         model=model,
@@ -251,16 +267,12 @@ def main() -> None:
             seed=arguments.seed,
             use_cpu=not has_accelerator,
             bf16=has_accelerator,
-            gradient_checkpointing=has_accelerator,
+            gradient_checkpointing=False,
             logging_steps=50,
             save_strategy="no",
             report_to="none",
         ),
-        train_dataset=as_texts(
-            draw_examples(arguments.steps * arguments.batch_size, seed=arguments.seed, held_out=False),
-            tokenizer,
-            instructions,
-        ),
+        train_dataset=as_conversations(pairs) if arguments.model else as_texts(pairs, tokenizer),
     )
     held_out = draw_examples(arguments.eval_pairs, seed=0, held_out=True)
 

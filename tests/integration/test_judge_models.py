@@ -1,5 +1,6 @@
 """The generative stage on a real model of transformers: batches, padding, endings, and verdicts that it was taught."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 from judge_server import MODEL, JudgeServer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from trl_ulorl import verify_answer
 from trl_ulorl.data.arithmetic import embedded_model_path
 from trl_ulorl.rewards.judge import MAX_VERDICT_TOKENS, VERDICTS, GenerativeVerifier, judge_messages
 from trl_ulorl.rewards.judge_models import EndpointModel, TransformersModel
@@ -167,13 +169,34 @@ def test_the_module_costs_nothing_until_a_model_is_made():
 # -------------------------------------------------------------------------------------------------------- the example
 
 
-def test_the_example_trains_saves_and_says_how_well(tmp_path):
+@pytest.mark.parametrize("options", [[], ["--model", embedded_model_path()]], ids=["embedded", "named"])
+def test_the_example_trains_saves_and_says_how_well(tmp_path, options):
     command = [sys.executable, str(ROOT / "examples" / "train_verifier.py"), "--output", str(tmp_path / "verifier")]
-    command += ["--steps", "2", "--batch-size", "8", "--eval-pairs", "16"]
+    command += ["--steps", "2", "--batch-size", "4", "--eval-pairs", "8", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "before" in done.stdout and "standard error" in done.stdout
     summary = json.loads((tmp_path / "verifier" / "summary.json").read_text())
+    assert summary["instructions"] is bool(options)
     for moment in ("before", "after"):
         assert 0 <= summary[moment]["accuracy"] <= 1 - summary[moment]["undecided_frac"] <= 1
     assert TransformersModel(tmp_path / "verifier", device="cpu").complete(PROMPTS[:1])[0] is not None
+
+
+def test_the_example_draws_pairs_that_are_what_it_says():
+    """Equal by construction and different by construction, checked by the rules where these are certain."""
+    specification = importlib.util.spec_from_file_location("train_verifier", ROOT / "examples" / "train_verifier.py")
+    example = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(example)
+    trained_on = example.draw_examples(3000, seed=1, held_out=False)
+    held_out = example.draw_examples(300, seed=0, held_out=True)
+    assert sum(equal for _, _, equal in held_out) == 150
+    assert len({frozenset(pair[:2]) for pair in held_out}) == 300
+    assert not {frozenset(pair[:2]) for pair in trained_on} & {frozenset(pair[:2]) for pair in held_out}
+    certain = 0
+    for first, second, equal in trained_on:
+        verdict = verify_answer(rf"\boxed{{{first}}}", second)
+        if verdict.stage == "numeric":
+            certain += 1
+            assert verdict.equivalent is equal, (first, second)
+    assert certain > 500
