@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .choices import same_choice, same_truth, same_words
+from .choices import has_words, same_choice, same_truth, same_words
 from .errors import Refused
 from .extraction import extract_answer, extract_reference
 from .normalize import Answer, to_answer
@@ -110,7 +110,7 @@ def judge_without_algebra(prediction: str, reference: str, *, lenient: bool) -> 
 
 
 def _first_decision(answer: Answer, expected: Answer) -> Verdict | Pending:
-    left, right = _without_name(answer, expected)
+    left, right = (_in_digits(side) for side in _without_name(answer, expected))
     stage = ""
     try:
         for stage, compare in STAGES:
@@ -149,6 +149,15 @@ def _without_name(answer: Answer, expected: Answer) -> tuple[Answer, Answer]:
         for side, name, rest in zip((answer, expected), names, rests, strict=True)
     )
     return (left, right) if left.form and right.form else (answer, expected)
+
+
+def _in_digits(answer: Answer) -> Answer:
+    """Write a number in words as digits, which algebra can read."""
+    number = read_number(answer) if has_words(answer.form) else None
+    if number is None or number.percent or number.half_unit:
+        return answer
+    digits = str(number.value)
+    return Answer(answer.raw, digits, digits)
 
 
 def _choice(prediction: Answer, reference: Answer) -> tuple[bool, str, str, bool] | None:
