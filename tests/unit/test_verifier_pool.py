@@ -1,7 +1,5 @@
 """The worker processes: time, memory, deaths, and verdicts from every kind of thread and process."""
 
-
-
 import multiprocessing
 import os
 import signal

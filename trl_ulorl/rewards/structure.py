@@ -7,7 +7,10 @@ of these is kept as `Text`, which equals nothing but itself.
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
+from .errors import Refused
+from .evaluate import TooLarge, Undefined, exact_value, rough_value
 from .formula import MAX_CHARACTERS, Node, Unreadable, Unsupported, read_formula, symbols
 from .numbers import Number, read_plain
 
@@ -90,6 +93,7 @@ Item = Scalar | Rounded | Interval | Sequence | Matrix | Named | Relation | Text
 
 def read_structure(text: str, *, depth: int = 0) -> Item:
     """Return the structure of a normalised answer."""
+    text = _ANGLES.sub(r"(\1)", text)
     text = _FRENCH.sub(_brackets_to_parentheses, _unwrapped(text.strip()))
     if depth > _MAX_DEPTH or len(text) > MAX_CHARACTERS or not _is_balanced(text):
         return Text(text)
@@ -102,6 +106,7 @@ def read_structure(text: str, *, depth: int = 0) -> Item:
 
 # ------------------------------------------------------------------------------------------------------------ brackets
 
+_ANGLES = re.compile(r"^\s*\\langle(?![A-Za-z])([^<>\\]*(?:\\(?!langle|rangle)[^<>\\]*)*)\\rangle\s*$")
 _FRENCH = re.compile(r"(?<!\S)([\[\]])([^\[\]()]{1,80},[^\[\]()]{1,80})([\[\]])(?!\S)")
 
 
@@ -221,7 +226,9 @@ def _joined(text: str, depth: int) -> Item | None:
     return Sequence(tuple(items), "list", is_ordered=is_ordered)
 
 
-_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(
+    r"\\begin\{([pbBvV]?matrix|smallmatrix|array|cases|aligned)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL
+)
 
 
 def _matrix(text: str, depth: int) -> Item | None:
@@ -232,6 +239,9 @@ def _matrix(text: str, depth: int) -> Item | None:
     if match is None or r"\begin" in match[2] or match[1] in ("vmatrix", "Vmatrix"):
         return None
     lines = [line for line in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if line.strip()]
+    if match[1] in ("cases", "aligned"):
+        joined = ", ".join(lines).replace("&", "" if match[1] == "aligned" else " if ")
+        return read_structure(joined, depth=depth + 1) if lines else None
     rows = tuple(tuple(read_structure(cell, depth=depth + 1) for cell in line.split("&")) for line in lines)
     if not rows or len(rows) > _MAX_ITEMS or len({len(row) for row in rows}) > 1:
         return None
@@ -252,12 +262,31 @@ def _set_builder(text: str, depth: int) -> Item | None:
     return condition if isinstance(condition, Relation | Named | Sequence) else None
 
 
+_PUNCTURED = re.compile(
+    r"(?:\\mathbb\{R\}|R|\(-\\infty,\+?\\infty\))(?:\\setminus|\\backslash|-|\\)\\\{([^{}]{1,200})\\\}"
+)
+
+
+def _without_points(texts: list[str], depth: int) -> Item | None:
+    """The real numbers but a few, as a union of intervals."""
+    points = [read_structure(text, depth=depth + 1) for text in texts]
+    values = [exact_value(point.node, {}) if isinstance(point, Scalar) else None for point in points]
+    if any(value is None for value in values):
+        return None
+    ordered = [point for _, point in sorted(zip(values, points, strict=True), key=lambda pair: pair[0] or 0)]
+    ends: list[Item | None] = [None, *ordered, None]
+    return Sequence(tuple(Interval(*pair, (True, True)) for pair in pairwise(ends)), "union")
+
+
 _CUP = re.compile(r"\\cup(?![A-Za-z])")
 
 
 def _union(text: str, depth: int) -> Item | None:
     if _top_level(text, _RELATION_SIGN):
         return None
+    punctured = _PUNCTURED.fullmatch(text)
+    if punctured:
+        return _without_points(punctured[1].split(","), depth)
     cups = _top_level(text, _CUP)
     if not cups or len(cups) > _MAX_ITEMS:
         return None
@@ -437,9 +466,6 @@ def _region(items: list[Item], *, is_union: bool) -> Item | None:
 
 def _below(low: Item | None, high: Item | None) -> bool:
     """Whether one bound is below another, by value; for formulas that can't be told, it is presumed."""
-    from .errors import Refused
-    from .evaluate import TooLarge, Undefined, exact_value, rough_value
-
     if not isinstance(low, Scalar) or not isinstance(high, Scalar):
         return False
     left, right = exact_value(low.node, {}), exact_value(high.node, {})

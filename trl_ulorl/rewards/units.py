@@ -205,7 +205,8 @@ def read_quantity(answer: Answer) -> Quantity | None:
         value = price[1] + _flat(price[3])
         tail = re.fullmatch(r"(.*\d)\s?(?:USD|EUR|GBP|dollars|euros)", value)
         return Quantity(((tail[1] if tail else value, _currency(*currency)),), is_certain=True)
-    return _simple_quantity(marked, answer.raw) or _sum_of_parts(_flat(marked))
+    flat = _flat(marked)
+    return _simple_quantity(marked, answer.raw) or _sum_of_parts(flat) or _simple_quantity(flat, answer.raw)
 
 
 def _flat(text: str) -> str:
@@ -316,8 +317,15 @@ def _temperature(name: str) -> Unit:
     return Unit(factor, _TEMPERATURE, offset)
 
 
+_UNITS = re.compile(r"(?:(square|sq\.?|cubic|cu\.?)\s)?units?(?:\^\{?([23])\}?)?")
+
+
 def _count_noun(text: str) -> Unit | None:
     word = text.casefold()
+    units = _UNITS.fullmatch(word)
+    if units:
+        power = 3 if (units[1] or "").startswith("c") or units[2] == "3" else 2 if units[1] or units[2] else 1
+        return Unit(Fraction(1), (("unit", Fraction(power)),), is_count=True)
     if word in unit_names.CHINESE_COUNTERS:
         return Unit(Fraction(1), _COUNT, is_count=True)
     is_plural = re.fullmatch(r"[a-z]{3,}s", word) and not re.search(r"(?:ss|is|us)$", word)
