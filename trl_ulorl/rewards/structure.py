@@ -295,7 +295,7 @@ def _union(text: str, depth: int) -> Item | None:
 
 _NAME = re.compile(
     r"(?:\\?[A-Za-z]+|[A-Za-z])(?:_\{[^{}]*\}|_\w)?'*(?:\((?:\\?[A-Za-z]+|\d+)(?:,(?:\\?[A-Za-z]+|\d+))*\))?"
-    r"|\\(?:angle|triangle|overline|vec|widehat|hat|bar|mathbb|mathcal)\s?\{?\s?\w+\}?"
+    r"|\\frac\{d[A-Za-z]\}\{d[A-Za-z]\}|\\(?:angle|triangle|overline|vec|widehat|hat|bar|mathbb|mathcal)\s?\{?\s?\w+\}?"
 )
 _ABOUT = frozenset((r"\approx", r"\sim", r"\simeq"))
 _SWAPPED = {">": "<", r"\ge": r"\le"}
