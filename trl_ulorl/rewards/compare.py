@@ -11,8 +11,9 @@ from typing import NamedTuple
 from .errors import Refused
 from .evaluate import TooLarge, approximately, exact_value, ratio, same_formula
 from .formula import Node, symbols
+from .items import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, solved
 from .magnitude import differ_in_size
-from .structure import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, read_structure, solved
+from .structure import read_structure
 
 
 class Comparison(NamedTuple):
