@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from trl_ulorl.rewards import verify_answers
 from trl_ulorl.rewards.compare import compare_formulas
 from trl_ulorl.rewards.errors import Refused
-from trl_ulorl.rewards.evaluate import TooLarge, same_formula
+from trl_ulorl.rewards.evaluate import same_formula
 from trl_ulorl.rewards.extraction import extract_answer
 from trl_ulorl.rewards.formula import Unreadable, read_formula
 from trl_ulorl.rewards.magnitude import bounds, differ_in_size
 from trl_ulorl.rewards.numerals import read_chinese, read_english
 from trl_ulorl.rewards.stages import Pending, judge_without_algebra
+from trl_ulorl.rewards.values import TooLarge
 
 CASES = [
     json.loads(line)

@@ -9,11 +9,12 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from .errors import Refused
-from .evaluate import TooLarge, approximately, exact_value, ratio, same_formula
+from .evaluate import approximately, ratio, same_formula
 from .formula import Node, symbols
 from .items import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, solved
 from .magnitude import differ_in_size
 from .structure import read_structure
+from .values import TooLarge, exact_value
 
 
 class Comparison(NamedTuple):

@@ -6,9 +6,9 @@ r"""What formulas are combined to: lists, sets, tuples, intervals, equations, in
 from dataclasses import dataclass
 
 from .errors import Refused
-from .evaluate import TooLarge, Undefined, exact_value, rough_value
 from .formula import Node, symbols
 from .numbers import Number
+from .values import TooLarge, Undefined, exact_value, rough_value
 
 
 @dataclass(frozen=True)

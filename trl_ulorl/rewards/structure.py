@@ -8,10 +8,10 @@ import re
 from fractions import Fraction
 from itertools import pairwise
 
-from .evaluate import exact_value
 from .formula import MAX_CHARACTERS, Node, Unreadable, Unsupported, read_formula
 from .items import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, is_below, solved
 from .numbers import Number, read_plain
+from .values import exact_value
 
 _MAX_ITEMS = 500
 _MAX_DEPTH = 12
