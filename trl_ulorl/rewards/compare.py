@@ -101,8 +101,11 @@ def same_item(left: Item, right: Item) -> bool:
 
 def _simple(item: Item) -> Item:
     """A set or list of one is that one."""
-    while isinstance(item, Sequence) and item.kind in ("list", "set", "union") and len(item.items) == 1:
-        item = item.items[0]
+    while isinstance(item, Sequence) and item.kind in ("list", "set", "union"):
+        items = _distinct(item.items) if item.kind == "set" else item.items
+        if len(items) != 1:
+            break
+        item = items[0]
     return item
 
 

@@ -220,5 +220,7 @@ def _spaces(text: str) -> str:
     for pattern, replacement in _SPACING:
         text = pattern.sub(replacement, text).strip()
     text = text.removesuffix("**").rstrip(" .,;:")  # no pattern: one that ends in `$` takes quadratic time
+    if len(text) > 2 and text[0] == text[-1] == '"':
+        text = text[1:-1].strip()
     letter = _LETTER_IN_BRACKETS.fullmatch(text)
     return letter[1] if letter else text

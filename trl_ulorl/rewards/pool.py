@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import selectors
 import subprocess
@@ -23,6 +24,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
 
 TIME_LIMIT_SECONDS = 2.0
 """Wall time that one pair may take, and that all slow pairs of a batch may take together per worker."""
@@ -53,6 +56,11 @@ class Outcome(NamedTuple):
 
 
 _TIMED_OUT = Outcome("timeout", detail=f"not done within {TIME_LIMIT_SECONDS:g} seconds")
+
+
+def warm_pool() -> None:
+    """Start a worker of this process's pool, if there is none, without waiting for it."""
+    _POOL.warm()
 
 
 def compare_in_pool(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
@@ -143,6 +151,17 @@ class WorkerPool:
                 self._stop_all()  # replies that nobody waits for must not reach the next batch
                 raise
         return [outcome or Outcome("error", detail="no reply") for outcome in batch.outcomes]
+
+    def warm(self) -> None:
+        """Start a worker if there is none, without waiting for it."""
+        if not self._workers and self._lock.acquire(blocking=False):
+            try:
+                if not self._workers:
+                    self._workers.append(_start_worker())
+            except OSError:
+                logger.debug("No worker could be started ahead of time.", exc_info=True)
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """End all workers; the next batch starts new ones."""
@@ -241,8 +260,13 @@ class WorkerPool:
             return
         *lines, worker.buffer = (worker.buffer + data).split(b"\n")
         for line in lines:
-            if line in (b"loading", b"loaded"):  # the pair's time starts anew
-                worker.since = time.monotonic() + (_START_SECONDS if line == b"loading" else 0.0)
+            if line == b"loading":  # the pair's time starts anew
+                worker.since = time.monotonic() + _START_SECONDS
+                continue
+            if line == b"loaded":
+                now = time.monotonic()
+                batch.wasted += min(now + _START_SECONDS - worker.since, 0.75 * TIME_LIMIT_SECONDS)
+                worker.since = now
                 continue
             if not worker.is_ready:
                 worker.is_ready = True
