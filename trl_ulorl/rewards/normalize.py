@@ -6,6 +6,7 @@ Pure string functions in linear time. They know nothing about mathematics beyond
 
 import re
 import unicodedata
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_CHARACTERS = 10_000
@@ -51,6 +52,14 @@ def to_answer(text: str) -> Answer:
     """
     if len(text) > MAX_CHARACTERS:
         return Answer(text, text.strip(), text.strip())
+    return _to_answer(text) if len(text) <= _MAX_KEPT_CHARACTERS else _to_answer.__wrapped__(text)
+
+
+_MAX_KEPT_CHARACTERS = 300
+
+
+@lru_cache(maxsize=4096)  # a prompt's rollouts share their reference, and often their answer
+def _to_answer(text: str) -> Answer:
     marked = _GROUPED.sub(_without_groups, _dollars(_characters(text)))
     marked = _rewrite(marked, _LAYOUT)
     marked = _spaces(marked)

@@ -33,7 +33,8 @@ TIME_LIMIT_SECONDS = 2.0
 _MAX_WORKERS = 4
 _START_SECONDS = 60.0
 _FIRST_SECONDS = 0.1  # CPU time in which nearly every pair is decided; the others wait for the end of the batch
-_LEAST_SECONDS = 0.02
+_LEAST_SECONDS = 0.05
+_LEAST_WALL_SECONDS = 1.0  # on a busy machine little CPU time takes long
 _KILL_SECONDS = 0.2  # what a worker has to interrupt itself
 _WINDOW = 8  # pairs under way per worker, few enough for a pipe
 _START_ATTEMPTS = 3
@@ -204,14 +205,16 @@ class WorkerPool:
 
     def _budget(self, batch: _Batch) -> float:
         """Seconds that a worker may still spend on pairs that do not end."""
-        return max(TIME_LIMIT_SECONDS - batch.wasted / max(len(self._workers), 1), 0.0)
+        # Of a batch a quarter is kept for what it costs to interrupt and to send again.
+        limit = TIME_LIMIT_SECONDS if len(batch.pairs) == 1 else 0.75 * TIME_LIMIT_SECONDS
+        return max(limit - batch.wasted / max(len(self._workers), 1), 0.0)
 
     def _feed(self, worker: _Worker, batch: _Batch) -> None:
         if not worker.is_ready:
             return
         while batch.waiting and len(worker.under_way) < _WINDOW:
             seconds = max(min(_FIRST_SECONDS, self._budget(batch) / 8), _LEAST_SECONDS)
-            self._send(worker, batch, batch.waiting.popleft(), seconds, max(self._budget(batch), seconds))
+            self._send(worker, batch, batch.waiting.popleft(), seconds, max(self._budget(batch), _LEAST_WALL_SECONDS))
         if worker.under_way or batch.waiting:
             return
         while batch.slow and not worker.under_way:
@@ -265,7 +268,8 @@ class WorkerPool:
                 continue
             if line == b"loaded":
                 now = time.monotonic()
-                batch.wasted += min(now + _START_SECONDS - worker.since, 0.75 * TIME_LIMIT_SECONDS)
+                if worker.under_way:
+                    batch.wasted += min(max(now + _START_SECONDS - worker.since, 0.0), 0.75 * TIME_LIMIT_SECONDS)
                 worker.since = now
                 continue
             if not worker.is_ready:

@@ -9,10 +9,10 @@ import json
 import os
 import re
 import resource
+import select
 import signal
-import sys
-import threading
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from .errors import Refused
 _MEMORY_BYTES = 300 * 2**20  # beyond what the worker holds when it is ready
 _LOADING_BYTES = 200 * 2**20
 _GRACE_SECONDS = 3
+_IDLE_SECONDS = 0.05
 
 
 class _OutOfTime(BaseException):
@@ -68,29 +69,43 @@ def main() -> None:
     watch = _Watch()
     replies.write("ready\n")
     replies.flush()
-    loading = threading.Thread(target=_load_algebra, daemon=True)
-    loading.start()
-    for line in sys.stdin:
-        number, left, right, cpu_seconds, wall_seconds = json.loads(line)
-        if loading.is_alive() and (_ALGEBRA.search(left) or _ALGEBRA.search(right)):
+    is_loaded = False
+    for line in _lines():
+        number, left, right, cpu_seconds, wall_seconds = json.loads(line) if line else (0, "", "", 0.0, 0.0)
+        if not is_loaded and (not line or _ALGEBRA.search(left) or _ALGEBRA.search(right)):
             replies.write("loading\n")
             replies.flush()
-            loading.join()
+            _load_algebra()
+            is_loaded = True
             replies.write("loaded\n")
             replies.flush()
+        if not line:
+            continue
         reply = _compare(watch, left, right, cpu_seconds, wall_seconds)
         replies.write(json.dumps([number, *reply]) + "\n")
         replies.flush()
+
+
+def _lines() -> Iterator[bytes]:
+    """Lines of the input, and an empty one when there has been none for a while."""
+    buffer = b""
+    while True:
+        *lines, buffer = buffer.split(b"\n")
+        yield from lines
+        if not buffer and not select.select([0], [], [], _IDLE_SECONDS)[0]:
+            yield b""
+            select.select([0], [], [])
+        data = os.read(0, 65536)
+        if not data:
+            return
+        buffer += data
 
 
 _ALGEBRA = re.compile(r"\\(?:[io]*int|sum|prod|lim|partial|nabla|det|sup|inf|frac\{d)")
 
 
 def _load_algebra() -> None:
-    """Import math-verify and SymPy, and let the parser make its tables: two seconds that no pair shall pay for.
-
-    Beside the first comparisons; nothing is computed here, as mpmath's tables of constants are not made for threads.
-    """
+    """Import math-verify and SymPy, and let the parser make its tables: a second or two that no pair shall pay for."""
     if find_spec("math_verify") is not None:
         from .algebra import parse
 
