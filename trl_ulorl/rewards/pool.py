@@ -85,6 +85,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     started: float
     is_ready: bool = False
+    is_loading: bool = False
     buffer: bytes = b""
     under_way: deque[tuple[int, float, float]] = field(default_factory=deque)  # pair, its CPU and wall seconds
     since: float = 0.0  # since when the first of them is under way
@@ -238,6 +239,8 @@ class WorkerPool:
             return worker.started + _START_SECONDS
         if not worker.under_way:
             return float("inf")
+        if worker.is_loading:
+            return worker.since + _START_SECONDS
         return worker.since + worker.under_way[0][2] + _KILL_SECONDS
 
     def _wait(self, batch: _Batch) -> None:
@@ -263,19 +266,20 @@ class WorkerPool:
             return
         *lines, worker.buffer = (worker.buffer + data).split(b"\n")
         for line in lines:
-            if line == b"loading":  # the pair's time starts anew
-                worker.since = time.monotonic() + _START_SECONDS
-                continue
-            if line == b"loaded":
-                now = time.monotonic()
-                if worker.under_way:
-                    batch.wasted += min(max(now + _START_SECONDS - worker.since, 0.0), 0.75 * TIME_LIMIT_SECONDS)
-                worker.since = now
+            if line in (b"loading", b"loaded"):
+                self._note_loading(worker, batch, is_loading=line == b"loading")
                 continue
             if not worker.is_ready:
                 worker.is_ready = True
                 continue
             self._take_reply(worker, batch, json.loads(line))
+
+    def _note_loading(self, worker: _Worker, batch: _Batch, *, is_loading: bool) -> None:
+        """The time of the pair that a worker is at starts when it has loaded what it needs."""
+        now = time.monotonic()
+        if not is_loading and worker.under_way:
+            batch.wasted += min(now - worker.since, 0.25 * TIME_LIMIT_SECONDS)
+        worker.is_loading, worker.since = is_loading, now
 
     def _take_reply(self, worker: _Worker, batch: _Batch, reply: list[Any]) -> None:
         number, kind, *rest = reply
