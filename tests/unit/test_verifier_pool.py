@@ -1,7 +1,5 @@
 """The worker processes: time, memory, deaths, and verdicts from every kind of thread and process."""
 
-
-
 import multiprocessing
 import os
 import signal
@@ -170,7 +168,7 @@ def test_an_interrupted_batch_leaves_no_replies_behind(monkeypatch):
 def test_memory_beyond_the_limit_is_refused():
     code = """
 from trl_ulorl.rewards import worker
-worker._limit_memory()
+worker._limit_memory(300 * 2**20)
 kept = bytearray(100 * 2**20)
 try:
     bytearray(400 * 2**20)

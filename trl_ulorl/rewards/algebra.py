@@ -27,10 +27,10 @@ def same_by_algebra(prediction: str, reference: str) -> bool:
     right_name, reference = _definition(reference)
     if left_name and right_name and left_name != right_name:
         return False
-    expected = _parse(reference)
+    expected = parse(reference)
     if expected is None:
         raise Refused("the reference is no formula that math-verify can read")
-    answer = _parse(prediction)
+    answer = parse(prediction)
     return answer is not None and _same(answer, expected)
 
 
@@ -39,7 +39,7 @@ def _definition(text: str) -> tuple[str, str]:
     return (match[1], text[match.end() :]) if match else ("", text)
 
 
-def _parse(latex: str) -> Any:
+def parse(latex: str) -> Any:
     """SymPy object of a formula, not evaluated; `None` if it cannot be read."""
     if len(latex) > _MAX_CHARACTERS:
         raise Refused(f"longer than {_MAX_CHARACTERS} characters")

@@ -35,9 +35,9 @@ def same_choice(prediction: Answer, reference: Answer) -> tuple[bool, str, str] 
 
 
 def _choice_letters(answer: Answer) -> frozenset[str] | None:
-    text = answer.form
-    if len(text) > 300:
+    if len(answer.form) > 300:
         return None
+    text = re.sub(r"\(([A-J])\)(?=[\s,/&]|and|$)", r"\1", answer.form)
     several = _LETTERS.fullmatch(text)
     if several:
         letters = re.findall("[A-J]", several[1])
@@ -128,7 +128,7 @@ _SPELLINGS = (
     ("behaviour", "behavior"),
 )
 _FUNCTIONS = (
-    r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|(?:a?(?:sin|cos|tan)h?)|cot|sec|csc|log|lg|exp|ln|det|gcd|lcm|max|min|mod|dim|ker|arg|"
+    r"(?:arc|ar|a)?(?:sin|cos|tan|cot|sec|csc)h?|cot|sec|csc|log|lg|exp|ln|det|gcd|lcm|max|min|mod|dim|ker|arg|"
     r"sqrt|cbrt|pi|theta|alpha|beta|gamma|delta|lambda|omega|sigma|phi|inf|infinity|floor|ceil|abs|binom|and|or|if|for"
 )
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\math(?:bb|cal|frak|scr)\{\w\}")

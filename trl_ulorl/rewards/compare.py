@@ -3,14 +3,18 @@
 A verdict that rests on both sides having been read is certain; where a side is a text, different is only presumed.
 """
 
+import math
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import NamedTuple
 
 from .errors import Refused
-from .evaluate import TooLarge, approximately, ratio, same_formula
+from .evaluate import approximately, ratio, same_formula
 from .formula import Node, symbols
+from .items import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, solved
 from .magnitude import differ_in_size
-from .structure import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, read_structure, solved
+from .structure import read_structure
+from .values import TooLarge, exact_value
 
 
 class Comparison(NamedTuple):
@@ -97,12 +101,20 @@ def same_item(left: Item, right: Item) -> bool:
 
 def _simple(item: Item) -> Item:
     """A set or list of one is that one."""
-    while isinstance(item, Sequence) and item.kind in ("list", "set", "union") and len(item.items) == 1:
-        item = item.items[0]
+    while isinstance(item, Sequence) and item.kind in ("list", "set", "union"):
+        items = _distinct(item.items) if item.kind == "set" else item.items
+        if len(items) != 1:
+            break
+        item = items[0]
     return item
 
 
 def _same_value(left: Item, right: Item) -> bool:
+    if isinstance(left, Interval) and isinstance(right, Sequence):
+        left, right = right, left
+    if isinstance(left, Sequence) and left.kind == "union" and isinstance(right, Interval):
+        merged = _merged(left.items)
+        return len(merged) == 1 and same_item(merged[0], right)
     match left, right:
         case Scalar(), Scalar():
             return _same_scalar(left.node, right.node)
@@ -173,9 +185,38 @@ def _same_sequence(left: Item, right: Item) -> bool:
     )
     if is_ordered:
         return len(items[0]) == len(items[1]) and all(map(same_item, *items))
-    if "set" in kinds or "union" in kinds:
+    if kinds == ["union", "union"]:
+        items = [_merged(members) for members in items]
+    elif "set" in kinds or "union" in kinds:
         items = [_distinct(members) for members in items]
     return _same_in_any_order(*items)
+
+
+def _merged(items: tuple[Item, ...]) -> tuple[Item, ...]:
+    """Join intervals that touch or overlap, where their ends are rational."""
+    keyed: list[tuple[Fraction | float, bool, Fraction | float, bool, Interval]] = []
+    for item in items:
+        low = _rational_end(item.low, -math.inf) if isinstance(item, Interval) else None
+        high = _rational_end(item.high, math.inf) if isinstance(item, Interval) else None
+        if not isinstance(item, Interval) or low is None or high is None:
+            return _distinct(items)
+        keyed.append((low, item.is_open[0], high, item.is_open[1], item))
+    keyed.sort(key=lambda interval: interval[:2])
+    merged = keyed[:1]
+    for low, low_open, high, high_open, item in keyed[1:]:
+        first = merged[-1]
+        if low > first[2] or (low == first[2] and low_open and first[3]):
+            merged.append((low, low_open, high, high_open, item))
+        elif (high, not high_open) > (first[2], not first[3]):
+            joined = Interval(first[4].low, item.high, (first[1], high_open))
+            merged[-1] = (first[0], first[1], high, high_open, joined)
+    return tuple(interval[4] for interval in merged)
+
+
+def _rational_end(end: Item | None, infinite: float) -> Fraction | float | None:
+    if end is None:
+        return infinite
+    return exact_value(end.node, {}) if isinstance(end, Scalar) else None
 
 
 def _distinct(items: tuple[Item, ...]) -> tuple[Item, ...]:

@@ -23,7 +23,7 @@ _BARE_TOKEN = re.compile(r"[^\s${}\\]+|\\[A-Za-z]+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKER = re.compile(
     r"""(?:\b(?:answer|(?:correct|right)\ (?:option|choice))(?:\s*\*\*)?\s*(?:\bis\b\s*:?|[:：=])
-        |(?:答案\s*(?:应?[为是]|[:：])|故选|应选)\s*[:：]?)[\s*]*
+        |(?:答案\s*(?:应?[为是]|[:：])|故选|应选)\s*[:：]?|选\s*[:：]?\s*(?=[(（]?[A-J](?![A-Za-z])))[\s*]*
         |\#{4}\s*
         |"(?:final_?)?answer"\s*:\s*""",
     re.IGNORECASE | re.VERBOSE,
@@ -166,5 +166,5 @@ def _unmarked(text: str) -> str | None:
     closing = _CLOSING_NUMBER.search(text, max(len(text) - 200, 0))
     if closing:
         return closing[1]
-    bare = text.strip()
+    bare = text.strip().strip("*_`").strip()
     return bare if 0 < len(bare) <= _MAX_WHOLE_CHARACTERS and "\n" not in bare else None

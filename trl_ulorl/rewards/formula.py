@@ -81,7 +81,8 @@ _MANY_ARGUMENTS = frozenset(("max", "min", "gcd", "lcm", "binom", "log"))
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "infinity", "inf": "infinity", "e": "e", "i": "i"}
 _APPLICABLE = frozenset("f g h F G H W P Q Γ Phi phi psi Psi zeta Gamma varphi".split())
 _LETTERS = re.compile(
-    "|".join(sorted((*_FUNCTIONS, *_GREEK_WORDS, "infinity", "inf", "pi"), key=len, reverse=True)) + "|[A-Za-z]"
+    "|".join(sorted((*_FUNCTIONS, *_GREEK_WORDS, "infinity", "inf", "pi"), key=len, reverse=True))
+    + "|[A-Z]{2,}|[A-Za-z]"  # AB is a segment or a product of matrices: BA may be something else
 )
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4}(?![\d.]))?)"

@@ -6,8 +6,8 @@ A bound is an interval for the binary logarithm of the absolute value. `inf` is 
 import math
 
 from .errors import Refused
-from .evaluate import TooLarge, Undefined, rough_value
 from .formula import Node
+from .values import TooLarge, Undefined, rough_value
 
 Bounds = tuple[float, float]
 _UNKNOWN: Bounds = (-math.inf, math.inf)

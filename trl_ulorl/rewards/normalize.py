@@ -6,6 +6,7 @@ Pure string functions in linear time. They know nothing about mathematics beyond
 
 import re
 import unicodedata
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_CHARACTERS = 10_000
@@ -51,7 +52,16 @@ def to_answer(text: str) -> Answer:
     """
     if len(text) > MAX_CHARACTERS:
         return Answer(text, text.strip(), text.strip())
-    marked = _rewrite(_dollars(_characters(text)), _LAYOUT)
+    return _to_answer(text) if len(text) <= _MAX_KEPT_CHARACTERS else _to_answer.__wrapped__(text)
+
+
+_MAX_KEPT_CHARACTERS = 300
+
+
+@lru_cache(maxsize=4096)  # a prompt's rollouts share their reference, and often their answer
+def _to_answer(text: str) -> Answer:
+    marked = _GROUPED.sub(_without_groups, _dollars(_characters(text)))
+    marked = _rewrite(marked, _LAYOUT)
     marked = _spaces(marked)
     plain = marked
     for _ in range(3):  # \text{...} inside \text{...}
@@ -157,7 +167,6 @@ _LAYOUT = _patterns(
     (r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}", r"\\text{\1}"),
     (rf"\\(?:{_FONTS})\*?\s*\{{", r"\\text{"),
     (r"\\(?:rm|bf|it)(?![A-Za-z])", " "),
-    (r"(?<=\d)(?:\{,\}|\\[,;:! ]|,\\!)(?=\d{3}(?!\d))", ""),  # thousands: 2{,}000 and 2\,000
     (r"\{,\}", ","),
     (r"(?<=\d),(?:\s|\\[ ,;:]|\\q?quad)+(?=\d{3}(?!\d))", ";"),  # "100, 200" is a list, no number
     (r"\\[tdc]frac(?![A-Za-z])", r"\\frac"),
@@ -182,6 +191,8 @@ _LAYOUT = _patterns(
     (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
     (r"\\(?:implies|Longrightarrow)(?![A-Za-z])", r"\\Rightarrow"),
     (r"\\(?:degree)(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
+    (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),  # a segment
+    (r"\^\\circ\s*(?=\d)", r"^\\circ "),
     (r"\\(?:overline|dot)\s*(\d)(?!\d)", r"\\overline{\1}"),
     (r"\\(frac|sqrt)\s*([0-9A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
     (r"(\\frac\s*\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),
@@ -189,6 +200,15 @@ _LAYOUT = _patterns(
     (r"\\%", "%"),
     (r"\\(?:newline|\\)\s*$", ""),
 )
+# Thousands set off as only LaTeX does: 2{,}000 and 2\,000. A plain comma may also separate items.
+_GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\\!|,|\\[,;:! ])\d{3})+(?!\d)")
+
+
+def _without_groups(number: re.Match[str]) -> str:
+    digits = re.sub(r"\D", "", number[0])
+    return digits if re.search(r"[{\\]", number[0]) else number[0]
+
+
 _CJK = "\u3400-\u9fff"
 _SPACING = _patterns(
     (r"\s+", " "),
@@ -209,5 +229,7 @@ def _spaces(text: str) -> str:
     for pattern, replacement in _SPACING:
         text = pattern.sub(replacement, text).strip()
     text = text.removesuffix("**").rstrip(" .,;:")  # no pattern: one that ends in `$` takes quadratic time
+    if len(text) > 2 and text[0] == text[-1] == '"':
+        text = text[1:-1].strip()
     letter = _LETTER_IN_BRACKETS.fullmatch(text)
     return letter[1] if letter else text

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import selectors
 import subprocess
@@ -24,13 +25,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+logger = logging.getLogger(__name__)
+
 TIME_LIMIT_SECONDS = 2.0
 """Wall time that one pair may take, and that all slow pairs of a batch may take together per worker."""
 
 _MAX_WORKERS = 4
 _START_SECONDS = 60.0
 _FIRST_SECONDS = 0.1  # CPU time in which nearly every pair is decided; the others wait for the end of the batch
-_LEAST_SECONDS = 0.02
+_LEAST_SECONDS = 0.05
+_LEAST_WALL_SECONDS = 1.0  # on a busy machine little CPU time takes long
 _KILL_SECONDS = 0.2  # what a worker has to interrupt itself
 _WINDOW = 8  # pairs under way per worker, few enough for a pipe
 _START_ATTEMPTS = 3
@@ -55,6 +59,11 @@ class Outcome(NamedTuple):
 _TIMED_OUT = Outcome("timeout", detail=f"not done within {TIME_LIMIT_SECONDS:g} seconds")
 
 
+def warm_pool() -> None:
+    """Start a worker of this process's pool, if there is none, without waiting for it."""
+    _POOL.warm()
+
+
 def compare_in_pool(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
     """Compare pairs of formulas in the pool of this process, which the first call starts.
 
@@ -76,6 +85,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     started: float
     is_ready: bool = False
+    is_loading: bool = False
     buffer: bytes = b""
     under_way: deque[tuple[int, float, float]] = field(default_factory=deque)  # pair, its CPU and wall seconds
     since: float = 0.0  # since when the first of them is under way
@@ -144,6 +154,17 @@ class WorkerPool:
                 raise
         return [outcome or Outcome("error", detail="no reply") for outcome in batch.outcomes]
 
+    def warm(self) -> None:
+        """Start a worker if there is none, without waiting for it."""
+        if not self._workers and self._lock.acquire(blocking=False):
+            try:
+                if not self._workers:
+                    self._workers.append(_start_worker())
+            except OSError:
+                logger.debug("No worker could be started ahead of time.", exc_info=True)
+            finally:
+                self._lock.release()
+
     def close(self) -> None:
         """End all workers; the next batch starts new ones."""
         with self._lock:
@@ -185,14 +206,16 @@ class WorkerPool:
 
     def _budget(self, batch: _Batch) -> float:
         """Seconds that a worker may still spend on pairs that do not end."""
-        return max(TIME_LIMIT_SECONDS - batch.wasted / max(len(self._workers), 1), 0.0)
+        # Of a batch a quarter is kept for what it costs to interrupt and to send again.
+        limit = TIME_LIMIT_SECONDS if len(batch.pairs) == 1 else 0.75 * TIME_LIMIT_SECONDS
+        return max(limit - batch.wasted / max(len(self._workers), 1), 0.0)
 
     def _feed(self, worker: _Worker, batch: _Batch) -> None:
         if not worker.is_ready:
             return
         while batch.waiting and len(worker.under_way) < _WINDOW:
             seconds = max(min(_FIRST_SECONDS, self._budget(batch) / 8), _LEAST_SECONDS)
-            self._send(worker, batch, batch.waiting.popleft(), seconds, max(self._budget(batch), seconds))
+            self._send(worker, batch, batch.waiting.popleft(), seconds, max(self._budget(batch), _LEAST_WALL_SECONDS))
         if worker.under_way or batch.waiting:
             return
         while batch.slow and not worker.under_way:
@@ -216,6 +239,8 @@ class WorkerPool:
             return worker.started + _START_SECONDS
         if not worker.under_way:
             return float("inf")
+        if worker.is_loading:
+            return worker.since + _START_SECONDS
         return worker.since + worker.under_way[0][2] + _KILL_SECONDS
 
     def _wait(self, batch: _Batch) -> None:
@@ -241,13 +266,20 @@ class WorkerPool:
             return
         *lines, worker.buffer = (worker.buffer + data).split(b"\n")
         for line in lines:
-            if line in (b"loading", b"loaded"):  # the pair's time starts anew
-                worker.since = time.monotonic() + (_START_SECONDS if line == b"loading" else 0.0)
+            if line in (b"loading", b"loaded"):
+                self._note_loading(worker, batch, is_loading=line == b"loading")
                 continue
             if not worker.is_ready:
                 worker.is_ready = True
                 continue
             self._take_reply(worker, batch, json.loads(line))
+
+    def _note_loading(self, worker: _Worker, batch: _Batch, *, is_loading: bool) -> None:
+        """The time of the pair that a worker is at starts when it has loaded what it needs."""
+        now = time.monotonic()
+        if not is_loading and worker.under_way:
+            batch.wasted += min(now - worker.since, 0.25 * TIME_LIMIT_SECONDS)
+        worker.is_loading, worker.since = is_loading, now
 
     def _take_reply(self, worker: _Worker, batch: _Batch, reply: list[Any]) -> None:
         number, kind, *rest = reply

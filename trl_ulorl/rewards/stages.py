@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .choices import same_choice, same_truth, same_words
+from .choices import has_words, same_choice, same_truth, same_words
 from .errors import Refused
 from .extraction import extract_answer, extract_reference
 from .normalize import Answer, to_answer
@@ -110,7 +110,7 @@ def judge_without_algebra(prediction: str, reference: str, *, lenient: bool) -> 
 
 
 def _first_decision(answer: Answer, expected: Answer) -> Verdict | Pending:
-    left, right = _without_name(answer, expected)
+    left, right = (_in_digits(side) for side in _without_name(answer, expected))
     stage = ""
     try:
         for stage, compare in STAGES:
@@ -151,6 +151,15 @@ def _without_name(answer: Answer, expected: Answer) -> tuple[Answer, Answer]:
     return (left, right) if left.form and right.form else (answer, expected)
 
 
+def _in_digits(answer: Answer) -> Answer:
+    """Write a number in words as digits, which algebra can read."""
+    number = read_number(answer) if has_words(answer.form) else None
+    if number is None or number.percent or number.half_unit:
+        return answer
+    digits = str(number.value)
+    return Answer(answer.raw, digits, digits)
+
+
 def _choice(prediction: Answer, reference: Answer) -> tuple[bool, str, str, bool] | None:
     decision = same_choice(prediction, reference)
     return None if decision is None else (*decision, False)
@@ -161,15 +170,31 @@ def _truth(prediction: Answer, reference: Answer) -> tuple[bool, str, str, bool]
     return None if decision is None else (*decision, False)
 
 
-_CLOCK = re.compile(r"0?(\d|1\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?")
+_CLOCK = re.compile(
+    r"0?(\d|1\d|2[0-3])(?::([0-5]\d)(?::([0-5]\d))?)?\s?(?:(a|p)\.?\s?m\.?)?", re.ASCII | re.IGNORECASE
+)
 
 
 def _clock(prediction: Answer, reference: Answer) -> tuple[bool, str, str, bool] | None:
     """Times of day, which are no ratios: 12:00 is not 1:00, nor 10:30 the same as 5:15."""
-    times = _CLOCK.fullmatch(prediction.form), _CLOCK.fullmatch(reference.form)
-    if times[0] is None or times[1] is None:
+    left, right = _time(prediction.form), _time(reference.form)
+    if left is None or right is None:
         return None
-    return times[0].groups() == times[1].groups(), times[0][0], times[1][0], False
+    # A bare 7:30 may be in the evening, 19:30 is.
+    twelve_hours = bool(left[1]) != bool(right[1]) and (right if left[1] else left)[0] < 13 * 3600
+    same = left[0] == right[0] or (twelve_hours and abs(left[0] - right[0]) == 12 * 3600)
+    return same, prediction.form, reference.form, False
+
+
+def _time(text: str) -> tuple[int, str] | None:
+    """Seconds since midnight, and "a" or "p" if it is said."""
+    match = _CLOCK.fullmatch(text)
+    if match is None or not (match[2] or match[4]):
+        return None
+    hour, half = int(match[1]), (match[4] or "").lower()
+    if half:
+        hour = hour % 12 + 12 * (half == "p") if 1 <= hour <= 12 else hour
+    return 3600 * hour + 60 * int(match[2] or 0) + int(match[3] or 0), half
 
 
 def _number(prediction: Answer, reference: Answer) -> tuple[bool, str, str, bool] | None:

@@ -5,91 +5,21 @@ of these is kept as `Text`, which equals nothing but itself.
 """
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
-from .formula import MAX_CHARACTERS, Node, Unreadable, Unsupported, read_formula, symbols
+from .formula import MAX_CHARACTERS, Node, Unreadable, Unsupported, read_formula
+from .items import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, is_below, solved
 from .numbers import Number, read_plain
+from .values import exact_value
 
 _MAX_ITEMS = 500
 _MAX_DEPTH = 12
 
 
-@dataclass(frozen=True)
-class Scalar:
-    """A formula without outer structure."""
-
-    node: Node
-    text: str
-
-
-@dataclass(frozen=True)
-class Rounded:
-    r"""A number that is said to be rounded: `\approx 3.14`."""
-
-    number: Number
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An interval, or what may as well be a pair: `(1, 2)`. `None` for an infinite end."""
-
-    low: "Item | None"
-    high: "Item | None"
-    is_open: tuple[bool, bool]
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """Several items.
-
-    Attributes:
-        items: In the order written.
-        kind: `list` without brackets, `tuple`, `set`, or `union` of sets.
-        is_ordered: Whether the order of a list counts.
-    """
-
-    items: tuple["Item", ...]
-    kind: str
-    is_ordered: bool = False
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix, its rows of equal length."""
-
-    rows: tuple[tuple["Item", ...], ...]
-
-
-@dataclass(frozen=True)
-class Named:
-    r"""A value and what it is the value of: `x = 5`, `f(x) = 2x`, `D = (0, 1)`, `x \in [2, 5)`."""
-
-    name: str
-    value: "Item"
-
-
-@dataclass(frozen=True)
-class Relation:
-    r"""A chain of sides and the signs between them; `<` and `\le` stand for both directions, sides swapped."""
-
-    sides: tuple["Item", ...]
-    signs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text that is no mathematics that we can read."""
-
-    text: str
-    needs_algebra: bool = False
-
-
-Item = Scalar | Rounded | Interval | Sequence | Matrix | Named | Relation | Text
-
-
 def read_structure(text: str, *, depth: int = 0) -> Item:
     """Return the structure of a normalised answer."""
+    text = _ANGLES.sub(r"(\1)", text)
     text = _FRENCH.sub(_brackets_to_parentheses, _unwrapped(text.strip()))
     if depth > _MAX_DEPTH or len(text) > MAX_CHARACTERS or not _is_balanced(text):
         return Text(text)
@@ -102,6 +32,7 @@ def read_structure(text: str, *, depth: int = 0) -> Item:
 
 # ------------------------------------------------------------------------------------------------------------ brackets
 
+_ANGLES = re.compile(r"^\s*\\langle(?![A-Za-z])([^<>\\]*(?:\\(?!langle|rangle)[^<>\\]*)*)\\rangle\s*$")
 _FRENCH = re.compile(r"(?<!\S)([\[\]])([^\[\]()]{1,80},[^\[\]()]{1,80})([\[\]])(?!\S)")
 
 
@@ -221,7 +152,9 @@ def _joined(text: str, depth: int) -> Item | None:
     return Sequence(tuple(items), "list", is_ordered=is_ordered)
 
 
-_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(
+    r"\\begin\{([pbBvV]?matrix|smallmatrix|array|cases|aligned)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL
+)
 
 
 def _matrix(text: str, depth: int) -> Item | None:
@@ -232,6 +165,9 @@ def _matrix(text: str, depth: int) -> Item | None:
     if match is None or r"\begin" in match[2] or match[1] in ("vmatrix", "Vmatrix"):
         return None
     lines = [line for line in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if line.strip()]
+    if match[1] in ("cases", "aligned"):
+        joined = ", ".join(lines).replace("&", "" if match[1] == "aligned" else " if ")
+        return read_structure(joined, depth=depth + 1) if lines else None
     rows = tuple(tuple(read_structure(cell, depth=depth + 1) for cell in line.split("&")) for line in lines)
     if not rows or len(rows) > _MAX_ITEMS or len({len(row) for row in rows}) > 1:
         return None
@@ -252,12 +188,31 @@ def _set_builder(text: str, depth: int) -> Item | None:
     return condition if isinstance(condition, Relation | Named | Sequence) else None
 
 
+_PUNCTURED = re.compile(
+    r"(?:\\mathbb\{R\}|R|\(-\\infty,\+?\\infty\))(?:\\setminus|\\backslash|-|\\)\\\{([^{}]{1,200})\\\}"
+)
+
+
+def _without_points(texts: list[str], depth: int) -> Item | None:
+    """The real numbers but a few, as a union of intervals."""
+    points = [read_structure(text, depth=depth + 1) for text in texts]
+    values = [exact_value(point.node, {}) if isinstance(point, Scalar) else None for point in points]
+    if any(value is None for value in values):
+        return None
+    ordered = [point for _, point in sorted(zip(values, points, strict=True), key=lambda pair: pair[0] or 0)]
+    ends: list[Item | None] = [None, *ordered, None]
+    return Sequence(tuple(Interval(*pair, (True, True)) for pair in pairwise(ends)), "union")
+
+
 _CUP = re.compile(r"\\cup(?![A-Za-z])")
 
 
 def _union(text: str, depth: int) -> Item | None:
     if _top_level(text, _RELATION_SIGN):
         return None
+    punctured = _PUNCTURED.fullmatch(text)
+    if punctured:
+        return _without_points(punctured[1].split(","), depth)
     cups = _top_level(text, _CUP)
     if not cups or len(cups) > _MAX_ITEMS:
         return None
@@ -266,7 +221,7 @@ def _union(text: str, depth: int) -> Item | None:
 
 _NAME = re.compile(
     r"(?:\\?[A-Za-z]+|[A-Za-z])(?:_\{[^{}]*\}|_\w)?'*(?:\((?:\\?[A-Za-z]+|\d+)(?:,(?:\\?[A-Za-z]+|\d+))*\))?"
-    r"|\\(?:angle|triangle|overline|vec|widehat|hat|bar|mathbb|mathcal)\s?\{?\s?\w+\}?"
+    r"|\\frac\{d[A-Za-z]\}\{d[A-Za-z]\}|\\(?:angle|triangle|overline|vec|widehat|hat|bar|mathbb|mathcal)\s?\{?\s?\w+\}?"
 )
 _ABOUT = frozenset((r"\approx", r"\sim", r"\simeq"))
 _SWAPPED = {">": "<", r"\ge": r"\le"}
@@ -376,46 +331,6 @@ def _scalar(text: str) -> Item:
         return Text(text)
 
 
-# ------------------------------------------------------------------------------------------------- solved inequalities
-
-
-def solved(item: Item) -> tuple[str, Item] | None:
-    r"""Return the variable of a solved inequality and its solution: `x < 3` gives `x` and $(-\infty, 3)$.
-
-    Returns:
-        `None` if it isn't solved for one variable.
-    """
-    if isinstance(item, Named):
-        is_set = isinstance(item.value, Interval) or (isinstance(item.value, Sequence) and item.value.kind != "list")
-        return (item.name, item.value) if is_set else None
-    if not isinstance(item, Relation):
-        return None
-    names = [_variable(side) for side in item.sides]
-    others = [side for side, name in zip(item.sides, names, strict=True) if name is None or len(item.sides) == 3]
-    match item.signs, item.sides:
-        case (("<" | r"\le") as sign,), (left, right):
-            if names[0] and _is_free_of(names[0], right):
-                return names[0], Interval(None, right, (True, sign == "<"))
-            if names[1] and _is_free_of(names[1], left):
-                return names[1], Interval(left, None, (sign == "<", True))
-        case ((("<" | r"\le") as lower), (("<" | r"\le") as upper)), (left, _, right):
-            if names[1] and _is_free_of(names[1], left) and _is_free_of(names[1], right):
-                return names[1], Interval(left, right, (lower == "<", upper == "<"))
-        case ((r"\ne",), (_, right)):
-            if names[0] and _is_free_of(names[0], right) and len(others) == 1:
-                parts = (Interval(None, right, (True, True)), Interval(right, None, (True, True)))
-                return names[0], Sequence(parts, "union")
-    return None
-
-
-def _variable(item: Item) -> str | None:
-    return item.node.name if isinstance(item, Scalar) and item.node.kind == "symbol" else None
-
-
-def _is_free_of(name: str, item: Item) -> bool:
-    return isinstance(item, Scalar) and name not in symbols(item.node)
-
-
 def _region(items: list[Item], *, is_union: bool) -> Item | None:
     """Inequalities in one variable, joined: a union by "or", else what they have in common."""
     if not all(isinstance(item, Relation) for item in items):
@@ -429,23 +344,7 @@ def _region(items: list[Item], *, is_union: bool) -> Item | None:
     if not is_union and len(intervals) == len(known) == 2:
         bounded_below = [part for part in intervals if part.low is not None and part.high is None]
         bounded_above = [part for part in intervals if part.high is not None and part.low is None]
-        if len(bounded_below) == len(bounded_above) == 1 and _below(bounded_below[0].low, bounded_above[0].high):
+        if len(bounded_below) == len(bounded_above) == 1 and is_below(bounded_below[0].low, bounded_above[0].high):
             below, above = bounded_below[0], bounded_above[0]
             return Named(name, Interval(below.low, above.high, (below.is_open[0], above.is_open[1])))
     return Named(name, Sequence(tuple(region for _, region in known), "union"))
-
-
-def _below(low: Item | None, high: Item | None) -> bool:
-    """Whether one bound is below another, by value; for formulas that can't be told, it is presumed."""
-    from .errors import Refused
-    from .evaluate import TooLarge, Undefined, exact_value, rough_value
-
-    if not isinstance(low, Scalar) or not isinstance(high, Scalar):
-        return False
-    left, right = exact_value(low.node, {}), exact_value(high.node, {})
-    if left is not None and right is not None:
-        return left < right
-    try:
-        return rough_value(Node("add", (high.node, Node("neg", (low.node,)))))[0]
-    except (Undefined, TooLarge, Refused):
-        return True

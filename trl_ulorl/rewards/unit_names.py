@@ -265,5 +265,5 @@ IRREGULAR_PLURALS = frozenset("people men women children mice geese teeth sheep 
 NO_COUNT_NOUNS = frozenset(
     "dozens hundreds thousands millions billions trillions times halves thirds quarters fourths fifths sixths sevenths "
     "eighths ninths tenths hundredths thousandths less plus minus percents more this its his hers yours ours theirs "
-    "plus equals squares cubes powers roots factorials radians always units pairs scores others sometimes".split()
+    "plus equals squares cubes powers roots factorials radians always pairs scores others sometimes".split()
 )

@@ -7,7 +7,7 @@ still open is the seam for a judge: see `Verdict.is_open`.
 import logging
 from collections.abc import Sequence
 
-from .pool import Outcome, compare_in_pool
+from .pool import Outcome, compare_in_pool, warm_pool
 from .stages import STAGE_NAMES, Pending, Verdict, judge_without_algebra
 
 __all__ = ["STAGE_NAMES", "Verdict", "verify_answer", "verify_answers"]
@@ -19,7 +19,7 @@ def verify_answer(prediction: str, reference: str, *, lenient: bool = True) -> V
     r"""Compare the final answer of a model's output with the reference.
 
     Never raises on text, runs in any thread and process, and starts no timer here. Formulas are compared in a worker
-    process that is killed after 2 seconds, so the first one takes a second longer.
+    process that is killed after 2 seconds at a pair; it is started with the first call.
 
     Args:
         prediction: A model's whole output.
@@ -50,6 +50,8 @@ def verify_answers(pairs: Sequence[tuple[str, str]], *, lenient: bool = True) ->
     Returns:
         One verdict per pair.
     """
+    if pairs:
+        warm_pool()  # it loads while the other stages work
     first = [_without_algebra(prediction, reference, lenient=lenient) for prediction, reference in pairs]
     pending = [verdict for verdict in first if isinstance(verdict, Pending)]
     outcomes = iter(compare_in_pool([(pair.left, pair.right) for pair in pending]))

@@ -9,18 +9,21 @@ import json
 import os
 import re
 import resource
+import select
 import signal
-import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from .compare import compare_formulas
 from .errors import Refused
 
 _MEMORY_BYTES = 300 * 2**20  # beyond what the worker holds when it is ready
+_LOADING_BYTES = 200 * 2**20
 _GRACE_SECONDS = 3
+_IDLE_SECONDS = 0.05
 
 
 class _OutOfTime(BaseException):
@@ -62,37 +65,61 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
     compare_formulas("x+1", "1+x")
-    _limit_memory()
+    _limit_memory(_LOADING_BYTES + _MEMORY_BYTES)
     watch = _Watch()
     replies.write("ready\n")
     replies.flush()
     is_loaded = False
-    for line in sys.stdin:
-        number, left, right, cpu_seconds, wall_seconds = json.loads(line)
-        if not is_loaded and (_ALGEBRA.search(left) or _ALGEBRA.search(right)):
-            _load_algebra(replies)
+    for line in _lines():
+        number, left, right, cpu_seconds, wall_seconds = json.loads(line) if line else (0, "", "", 0.0, 0.0)
+        if not is_loaded and (not line or _ALGEBRA.search(left) or _ALGEBRA.search(right)):
+            replies.write("loading\n")
+            replies.flush()
+            _load_algebra()
             is_loaded = True
+            replies.write("loaded\n")
+            replies.flush()
+        if not line:
+            continue
         reply = _compare(watch, left, right, cpu_seconds, wall_seconds)
         replies.write(json.dumps([number, *reply]) + "\n")
         replies.flush()
 
 
+def _lines() -> Iterator[bytes]:
+    """Lines of the input, and an empty one when there has been none for a while."""
+    buffer = b""
+    while True:
+        *lines, buffer = buffer.split(b"\n")
+        yield from lines
+        if not buffer and not select.select([0], [], [], _IDLE_SECONDS)[0]:
+            yield b""
+            select.select([0], [], [])
+        data = os.read(0, 65536)
+        if not data:
+            return
+        buffer += data
+
+
 _ALGEBRA = re.compile(r"\\(?:[io]*int|sum|prod|lim|partial|nabla|det|sup|inf|frac\{d)")
 
 
-def _load_algebra(replies: TextIO) -> None:
-    """Import math-verify and SymPy, which takes a second that no pair shall pay for."""
-    replies.write("loading\n")
-    replies.flush()
-    resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
+def _load_algebra() -> None:
+    """Import math-verify and SymPy, and let the parser make its tables: a second or two that no pair shall pay for."""
     if find_spec("math_verify") is not None:
-        with contextlib.suppress(Exception):
-            from .algebra import same_by_algebra
+        from .algebra import parse
 
-            same_by_algebra(r"\int_0^1 x\,dx", r"\frac{1}{2}")
-    _limit_memory()
-    replies.write("loaded\n")
-    replies.flush()
+        for latex in _TYPICAL:
+            with contextlib.suppress(Exception):
+                parse(latex)
+    _limit_memory(_MEMORY_BYTES)
+
+
+_TYPICAL = (
+    r"\frac{d}{dx}\int_0^{x}\sum_{n=0}^{\infty}\frac{t^n}{n!}dt",
+    r"\lim_{n\to\infty}(1+\frac{1}{n})^n",
+    r"\prod_{k=1}^{n-1}F_kF_{n-k-1}",
+)
 
 
 def _compare(watch: _Watch, left: str, right: str, cpu_seconds: float, wall_seconds: float) -> list[Any]:
@@ -111,11 +138,11 @@ def _compare(watch: _Watch, left: str, right: str, cpu_seconds: float, wall_seco
     return ["decided", bool(comparison.equivalent), comparison.presumed]
 
 
-def _limit_memory() -> None:
+def _limit_memory(spare_bytes: int) -> None:
     """Cap the address space a little above what is in use; an allocation beyond it raises `MemoryError`."""
     with open("/proc/self/statm", encoding="ascii") as status:
         in_use = int(status.read().split()[0]) * resource.getpagesize()
-    limit = in_use + _MEMORY_BYTES
+    limit = in_use + spare_bytes
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     if most == resource.RLIM_INFINITY or limit < most:
         resource.setrlimit(resource.RLIMIT_AS, (limit, most))
