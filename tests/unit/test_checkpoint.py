@@ -242,6 +242,32 @@ def test_a_full_disk_leaves_the_older_state(tmp_path, monkeypatch, name):
     assert state_of(resumed.collector) == before
 
 
+def test_a_full_disk_on_one_rank_ends_the_save_on_all(tmp_path, monkeypatch):
+    write = state.write_arrays
+
+    def full(path, arrays):
+        if path.name == "rank1.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, arrays)
+
+    def body(run):
+        run.step()
+        run.exchange({})
+        save(run, tmp_path)
+        run.exchange({})
+        if run.rank == 0:
+            monkeypatch.setattr(state, "write_arrays", full)
+        run.exchange({})
+        with pytest.raises(OSError, match=r"No space left on device.*rank1\.safetensors") as error:
+            save(run, tmp_path)
+        return str(error.value)
+
+    own, other = completed(run_ranks(2, body, **LONG))
+    assert "It failed on rank 1" in own and str(tmp_path) in other
+    assert [path.name for path in tmp_path.iterdir()] == ["rollout"]
+    check_whole(tmp_path)
+
+
 # --- other numbers of ranks -----------------------------------------------------------------------------------------
 
 
