@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from datasets import Dataset
@@ -59,7 +59,9 @@ class PromptRows:
             ValueError: If a prompt leaves no room.
         """
         prompts = []
-        for index, ids in zip(row_indices, self._tokenize([self[i]["prompt"] for i in row_indices]), strict=True):
+        for index, ids in zip(
+            row_indices, self._tokenize([copy.deepcopy(self._read(i)["prompt"]) for i in row_indices]), strict=True
+        ):
             room = self.room(len(ids))
             if room < 1:
                 raise ValueError(
@@ -87,7 +89,7 @@ class PromptRows:
         columns = {name: value for name, value in row.items() if name not in _ROLLOUT_COLUMNS}
         return RewardInput(rollout, row["prompt"], completion, ids, columns)
 
-    @property
+    @cached_property
     def has_response_format(self) -> bool:
         """Whether TRL parses this tokenizer's completions instead of decoding them."""
         names = ("response_template", "response_schema")

@@ -342,7 +342,10 @@ class ExperienceCollector(ABC):
         rollout.extend(segment, finish)
         self._decoded_tokens += len(segment)
         if rollout.is_finished and self._speaks:
-            self.scorer.submit(self._render(group, rollout))
+            item = self._render(group, rollout)
+            started = time.perf_counter()
+            self.scorer.submit(item)  # which may let the reward thread run at once
+            self.report.score_seconds += time.perf_counter() - started
 
     # ------------------------------------------------------------------------------------------- sorting what is done
 

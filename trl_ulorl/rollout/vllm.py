@@ -243,6 +243,7 @@ class ColocatedEngine:
             detokenize=False,
             # A report of every token would take a tenth of the time on a tiny model.
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for one request
         )
 
 
@@ -271,8 +272,10 @@ class VLLMStream:
     def submit(self, key: int, request: DecodeRequest) -> None:
         """Start to decode a sequence; its results carry `key` as their `request_index`."""
         self._engine._check_length(request)
+        from vllm.inputs import tokens_input
+
         name = str(next(self._serials))
-        prompt = {"prompt_token_ids": request.token_ids.tolist()}
+        prompt = tokens_input(request.token_ids.tolist())  # else vLLM's renderer goes through it once more
         self._llm_engine.add_request(name, prompt, self._engine._sampling_params(request.max_new_tokens))
         self._keys[name] = key
 
