@@ -15,7 +15,7 @@ from torch import Tensor
 
 Parts = Sequence[NDArray[Any]]  # of one flat array
 
-_CHUNK_BYTES = 1 << 20  # joined, hashed and written while they are in the processor's cache
+_CHUNK_BYTES = 1 << 18  # joined, hashed and written while they are in the processor's cache
 _TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
