@@ -214,7 +214,8 @@ class UloRLTrainer(GRPOTrainer):
             )
         check_tokenizer(self._tokenizer)
         self._stop = StopRequest()
-        self.add_callback(StopCallback(self._stop, self._most_of))
+        if args.graceful_stop:
+            self.add_callback(StopCallback(self._stop, self._most_of))
         self._ranks = Ranks(
             lambda payload: gather_object([payload]),
             self.accelerator.process_index,

@@ -179,7 +179,10 @@ def test_files_and_bytes_per_token(tmp_path):
 
 def test_many_short_parts_are_written_in_order(tmp_path):
     rng = np.random.default_rng(0)
-    parts = [rng.integers(0, 100, size=size, dtype=np.int32) for size in rng.integers(1, 40_000, size=700)]
+    parts = [
+        rng.integers(0, 100, size=size, dtype=np.int32)
+        for size in [*rng.integers(1, 40_000, size=300), 700_000, 1 << 18, 5]
+    ]
     logps = [part.astype(np.float32) for part in parts]
     wide, empty = torch.arange(5, dtype=torch.float64), [np.empty(0, dtype=np.float32)]
     entry = state.write_arrays(tmp_path / "x", {"a": parts, "b": logps, "wide": wide, "empty": empty})
@@ -190,14 +193,6 @@ def test_many_short_parts_are_written_in_order(tmp_path):
     assert np.array_equal(tensors["b"].numpy(), np.concatenate(logps))
     assert torch.equal(tensors["wide"], wide)
     assert tensors["empty"].shape == (0,) and tensors["empty"].dtype == torch.float32
-
-
-def test_short_writes_are_continued(tmp_path, monkeypatch):
-    """The system may write less than it was given."""
-    whole = os.writev
-    monkeypatch.setattr(os, "writev", lambda descriptor, parts: whole(descriptor, [bytes(parts[0][:5])]))
-    state.write_arrays(tmp_path / "x", {"a": [np.arange(9, dtype=np.int32), np.arange(4, dtype=np.int32)]})
-    assert load_file(tmp_path / "x")["a"].tolist() == [*range(9), *range(4)]
 
 
 def test_a_newer_state_of_the_same_step_replaces_the_older(tmp_path):
@@ -245,6 +240,32 @@ def test_a_full_disk_leaves_the_older_state(tmp_path, monkeypatch, name):
     assert not (tmp_path / "rollout.tmp").exists()
     resume(resumed, run, tmp_path)
     assert state_of(resumed.collector) == before
+
+
+def test_a_full_disk_on_one_rank_ends_the_save_on_all(tmp_path, monkeypatch):
+    write = state.write_arrays
+
+    def full(path, arrays):
+        if path.name == "rank1.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, arrays)
+
+    def body(run):
+        run.step()
+        run.exchange({})
+        save(run, tmp_path)
+        run.exchange({})
+        if run.rank == 0:
+            monkeypatch.setattr(state, "write_arrays", full)
+        run.exchange({})
+        with pytest.raises(OSError, match=r"No space left on device.*rank1\.safetensors") as error:
+            save(run, tmp_path)
+        return str(error.value)
+
+    own, other = completed(run_ranks(2, body, **LONG))
+    assert "It failed on rank 1" in own and str(tmp_path) in other
+    assert [path.name for path in tmp_path.iterdir()] == ["rollout"]
+    check_whole(tmp_path)
 
 
 # --- other numbers of ranks -----------------------------------------------------------------------------------------

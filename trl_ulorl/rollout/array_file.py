@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from torch import Tensor
 
 Parts = Sequence[NDArray[Any]]  # of one flat array
 
-_JOIN_BYTES = 1 << 16  # smaller parts are joined before they are written
-_BATCH_PARTS = 256  # of one system call; most systems take 1024
+_CHUNK_BYTES = 1 << 18  # joined, hashed and written while they are in the processor's cache
 _TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,11 +47,13 @@ def write_arrays(path: Path, arrays: Mapping[str, Parts | Tensor]) -> dict[str, 
     text += b" " * (-len(text) % 8)
     head = np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)
     checksum = xxhash.xxh3_128()
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as executor:
-        for batch in _batches([head], *(parts for *_, parts, _ in entries)):
-            hashed = executor.submit(_update, checksum, batch)  # beside the write, which lets go of the interpreter
-            _write_all(file.fileno(), batch)
-            hashed.result()
+    buffer = np.empty(_CHUNK_BYTES, dtype=np.uint8)
+    with path.open("wb") as file:
+        for parts_of_chunk in _chunks(head, *(part for *_, parts, _ in entries for part in parts)):
+            chunk = buffer[: sum(map(len, parts_of_chunk))]
+            np.concatenate(parts_of_chunk, out=chunk)
+            checksum.update(chunk.data)
+            file.write(chunk.data)
     return {"bytes": 8 + len(text) + offset, "xxh3": checksum.hexdigest()}
 
 
@@ -70,45 +69,17 @@ def _described(value: Parts | Tensor) -> tuple[str, list[int], Parts, int]:
     return _TYPE_NAMES[dtype], shape, value, first.dtype.itemsize
 
 
-def _batches(*arrays: Parts) -> Iterator[list[memoryview]]:
-    """Yield the parts as bytes in batches, small ones joined."""
-    batch: list[memoryview] = []
-    small: list[NDArray[Any]] = []
-    num_small = 0
-    for parts in arrays:
-        for part in parts:
-            if not part.nbytes:
-                continue
-            small.append(part)
-            num_small += part.nbytes
-            if num_small >= _JOIN_BYTES:
-                batch.append(_joined(small))
-                small, num_small = [], 0
-            if len(batch) == _BATCH_PARTS:
-                yield batch
-                batch = []
-        if small:  # the next array may have another type
-            batch.append(_joined(small))
-            small, num_small = [], 0
-    if batch:
-        yield batch
-
-
-def _joined(parts: list[NDArray[Any]]) -> memoryview:
-    whole: Any = np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
-    return memoryview(whole.reshape(-1).view(np.uint8))
-
-
-def _update(checksum: Any, batch: list[memoryview]) -> None:
-    for part in batch:
-        checksum.update(part)
-
-
-def _write_all(descriptor: int, batch: list[memoryview]) -> None:
-    parts = list(batch)
-    while parts:
-        written = os.writev(descriptor, parts)
-        while parts and written >= len(parts[0]):
-            written -= len(parts.pop(0))
-        if parts:  # a call may write less than it was given
-            parts[0] = parts[0][written:]
+def _chunks(*parts: NDArray[Any]) -> Iterator[list[NDArray[np.uint8]]]:
+    """Yield the parts as bytes, those of a chunk together."""
+    chunk: list[NDArray[np.uint8]] = []
+    room = _CHUNK_BYTES
+    for part in parts:
+        rest = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        while len(rest) >= room:
+            yield [*chunk, rest[:room]]
+            rest, chunk, room = rest[room:], [], _CHUNK_BYTES
+        if len(rest):
+            chunk.append(rest)
+            room -= len(rest)
+    if chunk:
+        yield chunk
