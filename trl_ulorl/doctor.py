@@ -155,7 +155,7 @@ class Patient:
         ids = torch.from_numpy(all_ids.astype(np.int64))[None].to(self.trainer.accelerator.device)
         model = self.trainer.model
         was_training = model.training
-        model.eval()
+        model.train(False)
         try:
             with torch.no_grad(), self.trainer.compute_loss_context_manager():
                 logps, entropies, _ = self.trainer._get_per_token_logps_and_entropies(
@@ -197,7 +197,7 @@ class Patient:
             with torch.no_grad():
                 for value in trained:
                     noise = torch.randn(value.shape, generator=generator).to(value)
-                    value += 0.5 * noise * (value.float().std(unbiased=False).to(value) or 0.01)
+                    value.add_(0.5 * noise * (float(value.float().std(unbiased=False)) or 0.01))
             self.trainer._last_loaded_step = -1  # an engine with weights of its own loads them anew
             yield
         finally:
