@@ -151,6 +151,9 @@ def test_memory_by_hand(patient):
     assert doctor.check_memory(patient, doctor.Machine(int(needed), device=None)).ok
     short = doctor.check_memory(patient, doctor.Machine(int(needed) - 1, device=None))
     assert not short.ok and "Lower `decode_batch_size`" in short.message
+    # Two processes have twice as many groups in flight; the batch is twice as large, and each holds it.
+    two = doctor.check_memory(patient, doctor.Machine(host, device=None), num_processes=2)
+    assert two.figure["pools_gib"] == (8 * 2 + 2 * 4) * 4 * 32 * 8 / 2**30
     small_device = doctor.check_memory(patient, doctor.Machine(host, device=1000))
     assert not small_device.ok and "The device needs" in small_device.message
 

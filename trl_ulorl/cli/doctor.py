@@ -58,6 +58,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--problems", type=_count, default=32, help="prompts to decode (default: 32)")
     parser.add_argument("--tokens", type=_count, default=256, help="most tokens of an output here (default: 256)")
+    parser.add_argument(
+        "--processes",
+        type=_count,
+        default=1,
+        help="processes of the training on this machine, for memory (default: 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, takes_training_options=True)
 
@@ -221,7 +227,7 @@ def _examined(trainer: UloRLTrainer, options: argparse.Namespace) -> Iterator[Ch
     checks: list[Callable[[], Check]] = [
         *(partial(check, patient) for check in doctor.CHECKS),
         partial(check_resume, Path(cast(str, trainer.args.output_dir)), **sizes),
-        partial(doctor.check_memory, patient, doctor.Machine.here()),
+        partial(doctor.check_memory, patient, doctor.Machine.here(), options.processes),
         partial(doctor.measure_entropy, patient),
     ]
     for check in checks:
