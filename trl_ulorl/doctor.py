@@ -155,7 +155,7 @@ class Patient:
         ids = torch.from_numpy(all_ids.astype(np.int64))[None].to(self.trainer.accelerator.device)
         model = self.trainer.model
         was_training = model.training
-        model.eval()
+        model.train(False)
         try:
             with torch.no_grad(), self.trainer.compute_loss_context_manager():
                 logps, entropies, _ = self.trainer._get_per_token_logps_and_entropies(
@@ -197,7 +197,7 @@ class Patient:
             with torch.no_grad():
                 for value in trained:
                     noise = torch.randn(value.shape, generator=generator).to(value)
-                    value += 0.5 * noise * (value.float().std(unbiased=False).to(value) or 0.01)
+                    value.add_(0.5 * noise * (float(value.float().std(unbiased=False)) or 0.01))
             self.trainer._last_loaded_step = -1  # an engine with weights of its own loads them anew
             yield
         finally:
@@ -452,13 +452,19 @@ class Machine:
         return cls(host, torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None)
 
 
-def check_memory(patient: Patient, machine: Machine) -> Check:
-    """Add up what pools at their limit, weights, optimizer state and keys and values take, against what there is."""
+def check_memory(patient: Patient, machine: Machine, num_processes: int = 1) -> Check:
+    """Add up what pools at their limit, weights, optimizer state and keys and values take, against what there is.
+
+    Args:
+        patient: Its figures are those of one process.
+        machine: What there is.
+        num_processes: Processes of the training on this machine. Each holds the batch; what is in flight lives on one.
+    """
     trainer, args = patient.trainer, patient.trainer.args
     config = trainer.model.config.get_text_config()
     assert args.max_inflight_groups is not None
-    rollouts = (args.max_inflight_groups + args.groups_per_batch) * args.num_generations
-    pools = rollouts * args.max_completion_length * BYTES_PER_HELD_TOKEN
+    groups = args.max_inflight_groups * num_processes + args.groups_per_batch * num_processes**2
+    pools = groups * args.num_generations * args.max_completion_length * BYTES_PER_HELD_TOKEN
     parameters = list(trainer.model.parameters())
     weights = sum(value.numel() * value.element_size() for value in parameters)
     # A gradient and the two moments of Adam, each in the precision of the weight it belongs to.
@@ -475,7 +481,7 @@ def check_memory(patient: Patient, machine: Machine) -> Check:
     cache = kv_token * sequence * (1 if args.use_vllm else at_once)  # vLLM queues what does not fit, beyond one
     host_needed, device_needed = pools, weights + states + cache
     if machine.device is None:
-        host_needed, device_needed = pools + device_needed, 0
+        host_needed, device_needed = pools + device_needed * num_processes, 0
     figure: Figures = {
         "host_needed_gib": host_needed / 2**30,
         "host_gib": machine.host / 2**30,

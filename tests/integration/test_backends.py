@@ -45,7 +45,17 @@ def launch(folder, backend, runs, num_ranks=2):
     """Make the runs one after the other on each rank and return each run's results by rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     command += [str(Path(__file__).with_name("backend_run.py")), str(folder), backend, json.dumps(runs)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TIME_LIMIT": str(SECONDS - 20)}
+    start(folder, command)
+    return {
+        name: [json.loads((folder / name / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+        for name in runs
+    }
+
+
+def start(folder, command):
+    """Run a launcher and its ranks to their end, or end them all after a time."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    environment["TIME_LIMIT"] = str(SECONDS - 20)
     log = folder / "log.txt"
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -55,10 +65,6 @@ def launch(folder, backend, runs, num_ranks=2):
             if process.poll() is None:  # ranks that hang would outlive the launcher
                 os.killpg(process.pid, signal.SIGKILL)
     assert status == 0, log.read_text()[-4000:]
-    return {
-        name: [json.loads((folder / name / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
-        for name in runs
-    }
 
 
 def needs_deepspeed():
@@ -177,3 +183,25 @@ def test_lora_under_zero2_trains_the_adapter_that_one_process_does(tmp_path):
             torch.testing.assert_close(adapter(tmp_path / name)[key], value, rtol=0, atol=1e-5, msg=key)
     assert left_groups(tmp_path / "whole") == left_groups(tmp_path / "alone")
     assert_uneven_work_with_the_current_weights(*results["sampled"])
+
+
+def test_the_script_with_the_launch_file_of_zero3(tmp_path):
+    needs_deepspeed()
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
+    command += ["--config_file", str(root / "examples" / "accelerate_configs" / "zero3.yaml")]
+    command += [
+        str(root / "examples" / "train_qwen3.py"),
+        "--use_cpu",
+        "false",
+        "--ddp_backend",
+        "gloo",
+        "--max_steps",
+        "2",
+    ]
+    command += ["--eval_problems", "3", "--eval_k", "2", "--per_device_train_batch_size", "16"]
+    start(tmp_path, [*command, "--output_dir", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["ledger"]["groups"]["trained"] == 8
+    assert summary["accuracy_before"] > 0
+    assert sum(value.numel() for value in load_file(tmp_path / "model.safetensors").values()) > 700_000

@@ -151,6 +151,9 @@ def test_memory_by_hand(patient):
     assert doctor.check_memory(patient, doctor.Machine(int(needed), device=None)).ok
     short = doctor.check_memory(patient, doctor.Machine(int(needed) - 1, device=None))
     assert not short.ok and "Lower `decode_batch_size`" in short.message
+    # Two processes have twice as many groups in flight; the batch is twice as large, and each holds it.
+    two = doctor.check_memory(patient, doctor.Machine(host, device=None), num_processes=2)
+    assert two.figure["pools_gib"] == (8 * 2 + 2 * 4) * 4 * 32 * 8 / 2**30
     small_device = doctor.check_memory(patient, doctor.Machine(host, device=1000))
     assert not small_device.ok and "The device needs" in small_device.message
 
@@ -209,9 +212,13 @@ def test_the_embedded_model_is_well(tmp_path):
     assert figures["logps_agree"]["max"] < 1e-4
 
 
+def raising(patient):
+    raise RuntimeError("the engine is down")
+
+
 def test_a_failing_check_is_exit_code_1(monkeypatch, capsys):
     broken = doctor.Check("cap_holds", False, {"faults": 3}, "mend the engine")
-    monkeypatch.setattr(doctor, "CHECKS", (lambda patient: broken,))
+    monkeypatch.setattr(doctor, "CHECKS", (lambda patient: broken, raising))
     sound = doctor.Check("resume_keeps_pools", True, {"parts_that_differ": 0}, "came back")
     monkeypatch.setattr(doctor_resume, "check_resume", lambda *args, **kwargs: sound)
     config = str(ROOT / "examples" / "configs" / "demo.yaml")
@@ -219,7 +226,8 @@ def test_a_failing_check_is_exit_code_1(monkeypatch, capsys):
     assert main(["doctor", *sized]) == 1
     output = capsys.readouterr().out
     assert "FAIL  cap_holds" in output and "mend the engine" in output and "faults 3" in output
-    assert "1 of 4 checks failed." in output
+    assert "FAIL  raising" in output and "RuntimeError: the engine is down" in output
+    assert "2 of 5 checks failed." in output
 
 
 @pytest.mark.parametrize(

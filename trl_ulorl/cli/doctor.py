@@ -5,22 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .plan import _count
 
 if TYPE_CHECKING:
     from ..doctor import Check
     from ..trainer import UloRLTrainer
+
+logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """
 Check a model, an engine and a configuration before a long run: segments, log-probabilities, the length limit, stale
@@ -54,6 +58,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--problems", type=_count, default=32, help="prompts to decode (default: 32)")
     parser.add_argument("--tokens", type=_count, default=256, help="most tokens of an output here (default: 256)")
+    parser.add_argument(
+        "--processes",
+        type=_count,
+        default=1,
+        help="processes of the training on this machine, for memory (default: 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, takes_training_options=True)
 
@@ -126,7 +136,7 @@ def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
 
     if options.config is not None and not options.config.is_file():
         raise ValueError(f"There is no file {str(options.config)!r}: check `--config`.")
-    parser = TrlParser((_Data, UloRLConfig, ModelConfig))
+    parser = TrlParser(cast(Any, (_Data, UloRLConfig, ModelConfig)))
     data, args, model_args = parser.parse_args_and_config(
         _arguments(options, folder, torch.accelerator.is_available())
     )
@@ -214,15 +224,21 @@ def _examined(trainer: UloRLTrainer, options: argparse.Namespace) -> Iterator[Ch
 
     patient = doctor.Patient(trainer, num_prompts=options.problems, num_tokens=options.tokens)
     sizes = {"num_segments": trainer.args.num_segments, "num_generations": trainer.args.num_generations}
-    checks = [(check.__name__, lambda check=check: check(patient)) for check in doctor.CHECKS]
-    checks.append(("check_resume", lambda: check_resume(Path(trainer.args.output_dir or "."), **sizes)))
-    checks.append(("check_memory", lambda: doctor.check_memory(patient, doctor.Machine.here())))
-    checks.append(("measure_entropy", lambda: doctor.measure_entropy(patient)))
-    for name, check in checks:
+    checks: list[Callable[[], Check]] = [
+        *(partial(check, patient) for check in doctor.CHECKS),
+        partial(check_resume, Path(cast(str, trainer.args.output_dir)), **sizes),
+        partial(doctor.check_memory, patient, doctor.Machine.here(), options.processes),
+        partial(doctor.measure_entropy, patient),
+    ]
+    for check in checks:
         started = time.perf_counter()
-        found = check()
+        name = cast(Any, check).func.__name__
+        try:
+            yield check()
+        except Exception as error:  # a check that can't be made has failed; the others still tell more
+            logger.exception("%s", name)
+            yield doctor.Check(name, False, {"error": type(error).__name__}, f"{type(error).__name__}: {error}")
         sys.stderr.write(f"{name}: {time.perf_counter() - started:.0f} s\n")
-        yield found
 
 
 # --------------------------------------------------------------------------------------------------------------- report
