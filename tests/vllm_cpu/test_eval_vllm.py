@@ -23,8 +23,8 @@ def evaluate(output):
 def test_the_figures_of_the_transformers_engine_and_a_restart(tmp_path):
     output, samples = tmp_path / "run.json", tmp_path / "run.samples.jsonl"
     values = evaluate(output)
-    # 45.3 % of these problems on the transformers engine, over 16 answers each; standard error over problems.
-    assert abs(values["avg_at_k"] - 0.453) < 3 * values["standard_error"]
+    # The transformers engine gets 49.2 % of these problems right (seed 42, four answers each, standard error 3.9).
+    assert abs(values["avg_at_k"] - 0.492) < 3 * values["standard_error"]
     assert values["truncated_fraction"] < 0.05 and values["lengths"]["max"] <= 128
     lines = samples.read_text().splitlines(keepends=True)
     assert len(lines) == 1 + 64 * 4
