@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "train_qwen3.py")
+DEMO = str(ROOT / "examples" / "configs" / "demo.yaml")
 SMALL = ["--max_steps", "2", "--eval_problems", "4", "--eval_k", "2", "--per_device_train_batch_size", "16"]
 
 
@@ -39,6 +40,19 @@ def test_the_embedded_run_ends_in_figures_plots_and_a_plain_model(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.num_parameters() < 1e6
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
+    # The command is the same script.
+    command = [
+        sys.executable,
+        "-m",
+        "trl_ulorl.cli",
+        "train",
+        "--config",
+        DEMO,
+        "--output_dir",
+        str(tmp_path / "command"),
+    ]
+    run(*command, *SMALL)
+    assert (tmp_path / "command" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 def test_own_rows_own_reward_and_a_resumed_run(tmp_path):

@@ -246,3 +246,38 @@ def test_option_has_help_and_a_row_in_the_docs(name):
 def test_docs_name_no_option_that_does_not_exist():
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= set(options())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ([], "Pass `--config FILE.yaml`"),
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (
+            ["--model_name_or_path", "embedded", "--output_dir", "o", "--engine", "vllm", "--use_vllm", "false"],
+            "contradicts",
+        ),
+        (["--model_name_or_path", "no/such/model", "--output_dir", "o"], "no/such/model"),
+        (
+            ["--model_name_or_path", "MODEL", "--output_dir", "o", "--dataset_name", "missing.jsonl"],
+            "There is no file",
+        ),
+        (["--model_name_or_path", "MODEL", "--output_dir", "o", "--dataset_name", "rows.jsonl"], "for the questions"),
+        (["--model_name_or_path", "MODEL", "--output_dir", "o", "--reward", "verify"], "'module:function'"),
+        (["--model_name_or_path", "MODEL", "--output_dir", "o", "--num_segments", "0"], "num_segments"),
+    ],
+)
+def test_train_explains_bad_input(arguments, remedy, tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"text": "1+1="}\n')
+    monkeypatch.chdir(tmp_path)
+    common = ["--bf16", "false"] if arguments else []
+    arguments = [embedded_model_path() if each == "MODEL" else each for each in arguments]
+    assert main(["train", *arguments, *common]) == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_unknown_options_are_refused_but_by_train(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["plan", "--max-completion-length", "8", "--unheard-of", "1"])
+    assert exit_info.value.code == 2
+    assert "unrecognized arguments: --unheard-of 1" in capsys.readouterr().err

@@ -204,8 +204,9 @@ def test_python_blocks_compile(page):
         compile(block, str(page), "exec")
 
 
-def test_examples_of_rewards_run():
-    for block in code_blocks(ROOT / "docs" / "rewards.md", "python"):
+@pytest.mark.parametrize("name", ["rewards", "evaluation"])
+def test_examples_run(name):
+    for block in code_blocks(ROOT / "docs" / f"{name}.md", "python"):
         exec(block, {})  # noqa: S102 - our own text
 
 

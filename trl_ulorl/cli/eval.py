@@ -154,9 +154,10 @@ def _prepared(options: argparse.Namespace) -> tuple[OtherRun | None, Dataset, Ev
         raise ValueError(f"`--top_p` ({options.top_p:g}) must be above 0: no token would be left. 1 is no limit.")
 
     from ..data.arithmetic import embedded_model_path
+    from ..evaluation.engines import EvaluationSettings, load_tokenizer
     from ..evaluation.problems import as_messages, load_problems, problem_ids
     from ..evaluation.report import OtherRun
-    from ..evaluation.standalone import Evaluation, EvaluationSettings, load_tokenizer
+    from ..evaluation.standalone import Evaluation
 
     other = None if options.compare is None else OtherRun(options.compare)
     problems = load_problems(

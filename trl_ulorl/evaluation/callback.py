@@ -118,6 +118,8 @@ class EvaluationCallback(TrainerCallback):
 
     def _evaluate(self, name: str) -> EvaluationResult:
         result = sample_and_score(self._trainer, self._problems, k=self._k, reward=self._reward, name=name)
+        control = self._trainer.control
+        is_log_due = control.should_log
         # Not GRPO's `log`: that would take along, and so use up, what training has gathered for its own next line.
         Trainer.log(
             self._trainer,
@@ -130,6 +132,7 @@ class EvaluationCallback(TrainerCallback):
                 "eval_mean_length": float(result.lengths.mean()),
             },
         )
+        control.should_log = is_log_due  # logging takes it back, and training's own line of this step is still to come
         return result
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,62 +20,15 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm.auto import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import PreTrainedTokenizerBase, set_seed
 
-from ..rollout.engine import DecodeRequest, SegmentEngine
-from ..rollout.transformers import TransformersEngine
+from ..rollout.engine import DecodeRequest
+from .engines import EvaluationSettings, build_engine, fingerprint, load_config
 from .problems import problem_ids
 from .runner import EvaluationResult, Judge, Reward, Try, judged_try
 from .samples import SampleFile
 
 _Place = tuple[int, int]  # problem and attempt
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """How a model is sampled.
-
-    Args:
-        model: A path, or a name on the Hub.
-        num_samples: Completions of each problem.
-        revision: Of the model on the Hub.
-        temperature: The paper's is 0.85 (section 4.1).
-        top_p: The paper's is 0.95.
-        top_k: The paper's is 20; 0 for no limit.
-        max_completion_length: In tokens, as far as the model's positions go. None: all that they leave behind the prompt.
-        engine: "transformers" or "vllm".
-        batch_size: Completions that decode together in a process.
-        seed: Of the sampling.
-        dtype: Of the weights; "auto" as they were saved.
-        gpu_memory_utilization: Share of the GPU's memory for vLLM.
-    """
-
-    model: str
-    num_samples: int
-    revision: str | None = None
-    temperature: float = 0.85
-    top_p: float = 0.95
-    top_k: int = 20
-    max_completion_length: int | None = None
-    engine: str = "transformers"
-    batch_size: int = 32
-    seed: int = 0
-    dtype: str = "auto"
-    gpu_memory_utilization: float = 0.9
-
-    def __post_init__(self) -> None:
-        if self.engine == "vllm" and self.revision is not None:
-            raise ValueError(
-                f"`revision` ({self.revision}) can't be handed to vLLM, which loads the model by its name. Download the "
-                "revision (`hf download NAME --revision …`) and pass its folder as the model."
-            )
 
 
 class Evaluation:
@@ -105,7 +57,7 @@ class Evaluation:
         self._problems = problems
         self._settings = settings
         self._tokenizer = tokenizer
-        self._config = _loaded(AutoConfig, settings)
+        self._config = load_config(settings)
         self._prompts = self._tokenized()
         self._limits = self._completion_limits()
         ids = "\n".join(problem_ids(problems))
@@ -114,9 +66,8 @@ class Evaluation:
             **labels,
             "num_problems": len(problems),
             "problems": hashlib.sha256(ids.encode()).hexdigest()[:16],
-            "model_files": _fingerprint(settings.model, self._config),
+            "model_files": fingerprint(settings.model, self._config),
         }
-        self._vllm: Any = None
         self._samples = SampleFile(output, self.description, rank=self._accelerator.process_index)
 
     @property
@@ -146,7 +97,9 @@ class Evaluation:
             ValueError: If the reward gives anything but 1, 0 and None.
         """
         started = time.perf_counter()
-        self._accelerator.wait_for_everyone()  # until all have read the files
+        # After all have read their files, which need not be the same ones: every process must know what is missing.
+        for kept in gather_object(list(self._samples.tries.values())):
+            self._samples.tries.setdefault((kept.problem, kept.attempt), kept)
         unfit = [problem for problem, limit in enumerate(self._limits) if limit < 1]
         tries = [
             Try(problem, attempt, 0, True, 0.0, "", "")
@@ -169,7 +122,16 @@ class Evaluation:
     def _sample(self, judge: Judge) -> None:
         state = self._accelerator
         chunks = self._chunks()[state.process_index :: state.num_processes]
-        engine = self._engine()
+        engine, shut_down = build_engine(
+            self._settings,
+            self._config,
+            self._tokenizer,
+            state,
+            max_model_length=max(
+                prompt.size + limit for prompt, limit in zip(self._prompts, self._limits, strict=True) if limit > 0
+            ),
+            num_kept=self.num_kept,
+        )
         kept = len(self._samples.tries)
         bar = tqdm(
             total=kept + self.num_missing if state.num_processes == 1 else None,
@@ -195,8 +157,7 @@ class Evaluation:
         finally:
             bar.close()
             self._samples.close()
-            if self._vllm is not None:
-                self._vllm.shutdown()
+            shut_down()
 
     def _chunks(self) -> list[tuple[int, list[_Place]]]:
         """Return what decodes together, with the seed for it, without what is complete."""
@@ -252,111 +213,3 @@ class Evaluation:
                 "in its configuration."
             )
         return limits
-
-    # ----------------------------------------------------------------------------------------------------- engines
-
-    def _engine(self) -> SegmentEngine:
-        if self._settings.engine == "vllm":
-            return self._vllm_engine()
-        settings = self._settings
-        model = cast(Any, AutoModelForCausalLM).from_pretrained(
-            settings.model, revision=settings.revision, dtype=settings.dtype
-        )
-        model = model.to(self._accelerator.device).eval()
-        eos_token_ids = self._eos_token_ids()
-        sampling = cast(Any, GenerationConfig)(
-            do_sample=True,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            pad_token_id=self._pad_token_id,
-            eos_token_id=eos_token_ids,
-            disable_compile=True,
-        )
-        return TransformersEngine(
-            generation_model=lambda: nullcontext(model),
-            generation_config=sampling,
-            eos_token_ids=eos_token_ids,
-            pad_token_id=self._pad_token_id,
-            max_batch_size=settings.batch_size,
-        )
-
-    def _vllm_engine(self) -> SegmentEngine:
-        from ..rollout.vllm import ColocatedEngine, SegmentVLLM
-
-        settings = self._settings
-        with torch.device("meta"):  # vLLM loads the weights itself: only the model's form is needed here
-            model = cast(Any, AutoModelForCausalLM).from_config(self._config, dtype=self._dtype())
-        generation = self._vllm = SegmentVLLM(
-            model,
-            self._accelerator,
-            self._tokenizer,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            max_model_length=max(
-                prompt.size + limit for prompt, limit in zip(self._prompts, self._limits, strict=True) if limit > 0
-            ),
-            num_sequences=settings.batch_size,
-            seed=settings.seed + len(self._samples.tries),
-        )
-        return ColocatedEngine(generation, sync_weights=lambda: None, eos_token_ids=self._eos_token_ids())
-
-    def _generation_config(self) -> Any:
-        try:
-            return GenerationConfig.from_pretrained(self._settings.model, revision=self._settings.revision or "main")
-        except OSError:  # the model has no such file, and then its configuration counts
-            return GenerationConfig.from_model_config(self._config)
-
-    def _dtype(self) -> Any:
-        if self._settings.dtype == "auto":
-            return self._config.dtype or torch.float32
-        return getattr(torch, self._settings.dtype)
-
-    @property
-    def _pad_token_id(self) -> int:
-        pad = self._tokenizer.pad_token_id
-        return cast(int, self._tokenizer.eos_token_id if pad is None else pad)
-
-    def _eos_token_ids(self) -> list[int]:
-        """Return every id that the model or its tokenizer ends a completion with."""
-        declared = self._generation_config().eos_token_id
-        ids = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-        own = self._tokenizer.eos_token_id
-        ids = ids if own is None or own in ids else [cast(int, own), *ids]
-        if not ids:
-            raise ValueError(
-                f"Neither the model {self._settings.model!r} nor its tokenizer says which token ends a completion: every one "
-                "would be cut at the limit and count as wrong. Set `tokenizer.eos_token`."
-            )
-        return ids
-
-
-def load_tokenizer(settings: EvaluationSettings) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    tokenizer: PreTrainedTokenizerBase = _loaded(AutoTokenizer, settings)
-    return tokenizer
-
-
-def _loaded(kind: Any, settings: EvaluationSettings) -> Any:
-    try:
-        return kind.from_pretrained(settings.model, revision=settings.revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"The model {settings.model!r} can't be loaded ({error}). Pass the folder of a saved model, or a name on the Hub."
-        ) from error
-
-
-def _fingerprint(model: str, config: Any) -> Any:
-    """Return what tells versions of a model apart: the Hub's commit, or names, sizes and times of its files."""
-    if not Path(model).is_dir():
-        return getattr(config, "_commit_hash", None)
-    patterns = ("*.safetensors", "*.bin", "*.json")
-    files = sorted({path for pattern in patterns for path in Path(model).glob(pattern)})
-    text = "\n".join(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
