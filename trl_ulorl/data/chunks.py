@@ -30,9 +30,7 @@ from .sources import Columns, Prompt, lookup, read_answer, read_prompt
 
 CHUNK_ROWS = 5_000
 
-INDEX = np.dtype(
-    [("row", "<i8"), ("offset", "<i8"), ("length", "<i4"), ("tokens", "<i8"), ("answer", "<i8")]
-)
+INDEX = np.dtype([("row", "<i8"), ("offset", "<i8"), ("length", "<i4"), ("tokens", "<i8"), ("answer", "<i8")])
 
 KEPT = (
     '{{"row": {row}, "rule": "all", "action": "kept", "reason": "passed every rule", "before": null, "after": null}}\n'
@@ -127,7 +125,9 @@ def answer_key(answer: str) -> int:
     """Return a key that equal spellings of an answer share: a signed 64-bit number."""
     # A plain number is its own spelling, and most references are one.
     spelling = answer if answer.isascii() and answer.isdecimal() else normalize_answer(answer)
-    return int.from_bytes(blake2b(spelling.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
+    return int.from_bytes(
+        blake2b(spelling.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True
+    )
 
 
 class ChunkCleaner:
@@ -171,7 +171,9 @@ class ChunkCleaner:
         index: list[tuple[int, int, int, int, int]] = []
         left: list[Features] = []
         offset = 0
-        for place, (line, judged), row_words in zip(range(first_row, first_row + len(rows)), results, words, strict=True):
+        for place, (line, judged), row_words in zip(
+            range(first_row, first_row + len(rows)), results, words, strict=True
+        ):
             audit += [_audit_line(place, entry) for entry in judged.events] or [KEPT.format(row=place)]
             if line is None:
                 continue

@@ -223,15 +223,16 @@ def open_rows(name: str, *, config: str | None = None, split: str = "train", str
     except Exception as error:  # whatever a reader or the network raises, the data can't be read
         cause = error.__cause__ or error
         what = (
-            "JSON, Parquet or CSV as its ending says"
-            if loader
-            else "the name, `--config` and `--split` of one on the Hub"
+            "JSON, Parquet or CSV as its ending says" if loader else "the name, configuration and split of a data set"
         )
         raise ValueError(
-            f"{name!r} can't be read ({type(cause).__name__}: {str(cause)[:300]}). It must be {what}. Check it, or repair the file."
+            f"{name!r} can't be read ({type(cause).__name__}: {str(cause)[:300]}). It must be {what}, with at least one row. "
+            "Check how it was made."
         ) from error
     if first is None:
-        raise ValueError(f"{name!r} holds no row: there is nothing to clean. Check the file, or `--split` ({split}).")
+        raise ValueError(
+            f"{name!r} has no row, but must be data with at least one row. Check how it was made, or `--split` ({split})."
+        )
     return rows
 
 
