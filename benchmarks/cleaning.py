@@ -18,6 +18,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 LEAST_ROWS_PER_SECOND = 20_000  # on two cores
 MOST_BYTES_PER_ROW = 200  # that memory grows by
@@ -79,11 +80,11 @@ def make_row(draw: random.Random) -> tuple[str, str]:
     a, b, c = (draw.randrange(2, 1000) for _ in range(3))
     kind = draw.random()
     if kind < 0.35:
-        return (
+        question = (
             f"{name} buys {a} {thing} at the {place} and gives {b} of them to {other}. How many {thing} does {name} have "
-            f"left after buying {c} more?",
-            str(a - b + c),
+            f"left after buying {c} more?"
         )
+        return question, str(a - b + c)
     if kind < 0.65:
         return f"Find the remainder when ${a}^{{{b}}} + {c}$ is divided by ${c + 7}$.", str(
             (pow(a, b, c + 7) + c) % (c + 7)
@@ -129,7 +130,7 @@ class Memory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "Memory":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
