@@ -85,7 +85,7 @@ def find_choices(question: str) -> Choices | None:
         if pattern is _DIGIT and not is_asked:
             continue
         ends = [label.start() for label in labels[1:]] + [len(question)]
-        texts = [_bare(question[label.end() : end]) for label, end in zip(labels, ends, strict=True)]
+        texts = [_bare(question[label.end() : end]).removesuffix(".") for label, end in zip(labels, ends, strict=True)]
         if not all(texts) or sum(bool(VALUE.match(text) or text.endswith("?")) for text in texts) > 1:
             continue  # parts that each ask for something
         stem = _CHOOSE.sub("", head).rstrip()
@@ -150,7 +150,7 @@ def multiple_choice(question: str, answer: str) -> Finding | None:
     """
     choices = find_choices(question)
     if choices is None:
-        named = _NAMED.fullmatch(answer)
+        named = _NAMED.fullmatch(" ".join(answer.split()))
         if (
             named
             and not named["text"]
@@ -178,7 +178,7 @@ def multiple_choice(question: str, answer: str) -> Finding | None:
 
 
 def _label(choices: Choices, answer: str) -> str | None:
-    named = _NAMED.fullmatch(answer)
+    named = _NAMED.fullmatch(" ".join(answer.split()))
     if named and named[1].upper() in choices.options:
         text = named["text"]
         option = choices.options[named[1].upper()]

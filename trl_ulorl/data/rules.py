@@ -90,13 +90,13 @@ def overlong(question: str, answer: str, max_characters: int = MAX_ANSWER_CHARAC
         answer: The short answer.
         max_characters: Longest reference to keep, after normalisation of its spelling.
     """
+    if len(answer) > 100 * max_characters:  # no spelling is so wasteful
+        return Finding(f"the reference has {len(answer)} characters, more than {max_characters}")
     for name, body in _MATRIX.findall(answer):
         rows = [row for row in re.split(r"\\\\|\\cr\b", body) if row.strip()]
         if name == "cases" or (len(rows) > 1 and "&" in body):
             return Finding(f"the reference is a {'system of cases' if name == 'cases' else 'matrix or table'}")
-    length = len(answer)
-    if length > max_characters:
-        length = len(normalize_answer(answer)) if length <= 100 * max_characters else length
+    length = len(answer) if len(answer) <= max_characters else len(normalize_answer(answer))
     return (
         Finding(f"the reference has {length} characters, more than {max_characters}")
         if length > max_characters
