@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from trl_ulorl.cli import build_parser, main
 from trl_ulorl.data import chunks, cleaning
@@ -136,17 +136,16 @@ def many_rows(num_rows):
     return rows
 
 
-def test_chunks_processes_and_streaming_don_t_show(tmp_path, monkeypatch):
+def test_chunks_and_streaming_don_t_show(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "rows.jsonl", many_rows(500))
     settings = CleaningSettings(source, against=(EVALUATION,))
     clean(settings, tmp_path / "once")
     clean(settings, tmp_path / "again")
     monkeypatch.setattr(chunks, "CHUNK_ROWS", 37)
     clean(settings, tmp_path / "small")
-    clean(settings, tmp_path / "two", num_proc=2)
     clean(CleaningSettings(source, against=(EVALUATION,), streaming=True), tmp_path / "streamed")
     once = contents(tmp_path / "once")
-    for name in ("again", "small", "two"):
+    for name in ("again", "small"):
         assert contents(tmp_path / name) == once
     streamed = contents(tmp_path / "streamed")
     assert streamed["kept.jsonl"] == once["kept.jsonl"] and streamed["audit.jsonl"] == once["audit.jsonl"]
@@ -204,9 +203,13 @@ def test_killed_half_way_and_restarted_equals_uninterrupted(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
     assert not (out / "kept.jsonl").exists()
     assert len(list((out / cleaning.PARTIAL).glob("index-*.npy"))) < 12
-    for folder in (out, tmp_path / "whole"):
+    for folder, more in ((out, []), (tmp_path / "whole", ["--num_proc", "1"])):
         subprocess.run(
-            [*command, str(folder)], check=True, timeout=300, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*command, str(folder), *more],
+            check=True,
+            timeout=300,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -307,6 +310,12 @@ def test_evaluation_sets_need_no_answers():
     assert len(list(questions(EVALUATION))) == 6
 
 
+def test_every_split_of_an_evaluation_set_is_read(monkeypatch):
+    splits = {"train": Dataset.from_dict({"problem": ["a"]}), "test": Dataset.from_dict({"question": ["b", "c"]})}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, config, *, split, streaming: DatasetDict(splits))
+    assert list(questions("some/set")) == ["a", "b", "c"]
+
+
 def test_usual_names_come_in_order():
     columns = find_columns(["solution", "answer", "problem", "prompt"])
     assert (columns.prompt, columns.answer) == ("prompt", "answer")
@@ -366,6 +375,18 @@ def test_bad_input_is_explained_and_leaves_nothing(tmp_path, monkeypatch, capsys
     assert main(["clean", *arguments, "--output", "out"]) == 2
     assert remedy in capsys.readouterr().err
     assert not Path("out").exists()
+
+
+def test_what_turns_out_to_be_broken_on_the_way_is_explained(tmp_path, monkeypatch, capsys):
+    source = write_lines(
+        tmp_path / "rows.jsonl", [{**GOOD, "x": "x" * 20_000}] * 600
+    )  # more than one block of the reader
+    with Path(source).open("a") as file:
+        file.write('{"problem": broken\n')
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 200)
+    assert main(["clean", source, "--output", str(tmp_path / "out"), "--streaming", "--num_proc", "1"]) == 2
+    assert "can't be read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_folder_can_t_be_a_file_or_in_use(tmp_path, capsys):

@@ -122,7 +122,7 @@ def clean(settings: CleaningSettings, output: Path, *, num_proc: int = 1) -> aud
     with _locked(output):
         with _removed_on_bad_input(work):
             _prepare(work, _identity(settings, rows))
-            num_chunks, num_rows = _clean_chunks(rows, chunk_settings, work, num_proc)
+            num_chunks, num_rows = _clean_chunks(settings.source, rows, chunk_settings, work, num_proc)
             _check_answers(work, num_chunks, num_rows, columns)
         _put_together(work, num_chunks, settings)
         if settings.models.is_used:
@@ -203,7 +203,7 @@ def _locked(output: Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------ the chunks
 
 
-def _clean_chunks(rows: Any, settings: chunks.ChunkSettings, work: Path, num_proc: int) -> tuple[int, int]:
+def _clean_chunks(name: str, rows: Any, settings: chunks.ChunkSettings, work: Path, num_proc: int) -> tuple[int, int]:
     """Clean all chunks that are not done yet; return the numbers of chunks and rows."""
     total = getattr(rows, "num_rows", None)
     num_rows = num_chunks = 0
@@ -212,7 +212,7 @@ def _clean_chunks(rows: Any, settings: chunks.ChunkSettings, work: Path, num_pro
         tqdm(total=total, desc="cleaning", unit="row", unit_scale=True) as progress,
     ):
         waiting: deque[Future[int]] = deque()
-        for table in rows.with_format("arrow").iter(batch_size=chunks.CHUNK_ROWS):
+        for table in sources.tables(name, rows, chunks.CHUNK_ROWS):
             if (work / f"index-{num_chunks}.npy").exists():
                 progress.update(table.num_rows)
             else:
