@@ -177,6 +177,10 @@ _QUANTITY = (
 _TWO_QUANTITIES = re.compile(rf"the\s+{_QUANTITY}\s+and\s+(?:the\s+)?{_QUANTITY}\b(?!\s+(?:value|point))")
 _ASKED_FOR = re.compile(rf"(?:{_VALUE_VERB}|\bwhat\s+(?:is|are))\s+(?:both\s+)?$")
 _WH_WORD = re.compile(r"(?:^|[,;]\s+|\band\s+)(?:what|how|which|who|when|where|why)\b", re.IGNORECASE)
+_DEMAND_WORDS = (
+    "find", "compute", "calculate", "evaluate", "solve", "simplify", "express", "determine", "list", "give ", "count ", "what ",
+    "how ",
+)  # fmt: skip
 _MORE_FOLLOWS = re.compile(r"[.?!:]\s*[)$\]]*\s+\S|\n")
 _SECOND_LABEL = re.compile(r"(?<![A-Za-z0-9])(?:[bB2]|ii)[).:]")
 _BACK_REFERENCE = re.compile(
@@ -216,7 +220,9 @@ def multi_part(question: str, answer: str) -> Finding | None:
     match = _TWO_QUANTITIES.search(lowered) if " and " in lowered else None
     if match is not None and _ASKED_FOR.search(lowered[: match.start()]):
         return Finding(f"it asks for two quantities: {match[0]!r}")
-    if _MORE_FOLLOWS.search(text) or mentions(lowered, "whether", " if "):
+    # Two demands have two question marks or two words of demand; few texts have, and cutting sentences is dear.
+    may_ask_twice = text.count("?") > 1 or sum(map(lowered.count, _DEMAND_WORDS)) > 1
+    if mentions(lowered, "whether", " if ") or (may_ask_twice and _MORE_FOLLOWS.search(text)):
         return _several_demands(text, answer)
     return None
 
