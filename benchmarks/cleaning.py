@@ -18,12 +18,60 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 LEAST_ROWS_PER_SECOND = 20_000  # on two cores
 MOST_BYTES_PER_ROW = 200  # that memory grows by
-NAMES = "Alice Bob Carla Dmitri Elena Farid Grace Hiro Ines Jonas Kira Liam Mona Nils Olga Pedro".split()
-THINGS = "apples books coins marbles stamps tickets candles pencils shells bricks lamps ropes tiles maps bells jars".split()
-PLACES = "market harbour library workshop garden station museum bakery village school orchard castle".split()
+NAMES = [
+    "Alice",
+    "Bob",
+    "Carla",
+    "Dmitri",
+    "Elena",
+    "Farid",
+    "Grace",
+    "Hiro",
+    "Ines",
+    "Jonas",
+    "Kira",
+    "Liam",
+    "Mona",
+    "Nils",
+    "Olga",
+    "Pedro",
+]
+THINGS = [
+    "apples",
+    "books",
+    "coins",
+    "marbles",
+    "stamps",
+    "tickets",
+    "candles",
+    "pencils",
+    "shells",
+    "bricks",
+    "lamps",
+    "ropes",
+    "tiles",
+    "maps",
+    "bells",
+    "jars",
+]
+PLACES = [
+    "market",
+    "harbour",
+    "library",
+    "workshop",
+    "garden",
+    "station",
+    "museum",
+    "bakery",
+    "village",
+    "school",
+    "orchard",
+    "castle",
+]
 
 
 def make_row(draw: random.Random) -> tuple[str, str]:
@@ -32,15 +80,20 @@ def make_row(draw: random.Random) -> tuple[str, str]:
     a, b, c = (draw.randrange(2, 1000) for _ in range(3))
     kind = draw.random()
     if kind < 0.35:
-        return (
+        question = (
             f"{name} buys {a} {thing} at the {place} and gives {b} of them to {other}. How many {thing} does {name} have "
-            f"left after buying {c} more?",
-            str(a - b + c),
+            f"left after buying {c} more?"
         )
+        return question, str(a - b + c)
     if kind < 0.65:
-        return f"Find the remainder when ${a}^{{{b}}} + {c}$ is divided by ${c + 7}$.", str((pow(a, b, c + 7) + c) % (c + 7))
+        return f"Find the remainder when ${a}^{{{b}}} + {c}$ is divided by ${c + 7}$.", str(
+            (pow(a, b, c + 7) + c) % (c + 7)
+        )
     if kind < 0.85:
-        return rf"Evaluate the integral \( \int_0^{{{a}}} ({b}x + {c}) \, dx \).", rf"\boxed{{{a * a * b // 2 + a * c}}}"
+        return (
+            rf"Evaluate the integral \( \int_0^{{{a}}} ({b}x + {c}) \, dx \).",
+            rf"\boxed{{{a * a * b // 2 + a * c}}}",
+        )
     if kind < 0.9:
         return f"What is ${a} + {b}$? (A) {a + b} (B) {a - b} (C) {a * b} (D) {c}", "A"
     if kind < 0.95:
@@ -77,7 +130,7 @@ class Memory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "Memory":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -112,7 +165,9 @@ def measure(num_rows: int, num_proc: int, folder: Path) -> dict[str, float]:
     from trl_ulorl.data.cleaning import CleaningSettings, clean
 
     write_rows(folder / "rows.jsonl", num_rows)
-    settings = CleaningSettings(str(folder / "rows.jsonl"), streaming=True, against=(str(folder / "evaluation.jsonl"),))
+    settings = CleaningSettings(
+        str(folder / "rows.jsonl"), streaming=True, against=(str(folder / "evaluation.jsonl"),)
+    )
     started, used = time.perf_counter(), processor_seconds()
     with Memory() as memory:
         summary = clean(settings, folder / "clean", num_proc=num_proc)
@@ -146,7 +201,9 @@ def main() -> None:
     for figures in (small, large):
         print(
             "{rows:9,d} rows: {seconds:6.1f} s, {rows_per_second:8,.0f} rows/s; {processor_seconds:6.1f} s of processors, "
-            "{rows_per_processor_second:8,.0f} rows/s of one; {kept:,d} kept; at most {most_bytes:,d} bytes".format(**figures)
+            "{rows_per_processor_second:8,.0f} rows/s of one; {kept:,d} kept; at most {most_bytes:,d} bytes".format(
+                **figures
+            )
         )
     print(f"Memory grows by {growth:.0f} bytes a row (at most {MOST_BYTES_PER_ROW}).")
     result = {"small": small, "large": large, "bytes_per_row": growth, "num_proc": args.num_proc}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..rewards.normalize import normalize_answer
-from .rules import Finding, mentions
+from .rules import VALUE, Finding, mentions
 
 _FONT = r"\\(?:text|textbf|mathrm|mathbf|rm|bf|textrm)\s*\{\s*"
 # \textbf{(A) }, \text{(A)}, (A), A., A) and A: at the start of a line or after a gap; small letters too.
@@ -21,6 +21,7 @@ _LETTER = re.compile(
 )
 _DIGIT = re.compile(r"(?:^|(?<=\n))\s*\(?(?P<digit>[1-9])[.)]\s+")
 _FIRST_LABELS = ("A)", "a)", "A.", "a.", "A:", "a:", "{A", "1.", "1)", "A }", "A )")
+_SECOND_LABELS = ("B)", "b)", "B.", "b.", "B:", "b:", "{B", "2.", "2)", "B }", "B )")
 _CHOOSE = re.compile(
     r"\(?\b(?:(?:choose|select|pick|circle|mark)\b[^.?!:\n]*\b(?:option|answer|choice|one|statement|alternative)s?\b[^.?!:\n]*"
     r"|(?:the\s+)?(?:options|choices|answer\s+choices)(?:\s+are)?)[.:)]*\s*$",
@@ -41,7 +42,8 @@ _NAMED = re.compile(
     rf"\s*(?:option|choice|answer)?\s*(?:{_FONT})?\(?\s*([A-Ha-h1-9])\s*\)?\s*\}}?\s*(?:[.):]\s*(?P<text>.*))?$",
     re.IGNORECASE | re.DOTALL,
 )
-_GAPS = re.compile(r"^(?:\\[ ,;:!]|\\q?quad\b|~|[\s,;.:}])+|(?:\\[ ,;:!]|\\q?quad\b|\\\\|~|[\s,;])+$")
+_GAP_BEFORE = re.compile(r"(?:\\[ ,;:!]|\\q?quad\b|~|[\s,;.:}])+")
+_GAPS_AFTER = ("\\qquad", "\\quad", "\\,", "\\;", "\\:", "\\!", "\\")
 _RELATION = re.compile(r"\\(?:ge|le|geq|leq|geqslant|leqslant|approx|neq?|gt|lt)(?![A-Za-z])|[<>≤≥≠≈]")
 _ASKS_RANGE = re.compile(r"\b(?:range|interval|inequalit|domain|condition|values|solution\s+set)", re.IGNORECASE)
 _ENDS_OPEN = re.compile(
@@ -72,7 +74,7 @@ def find_choices(question: str) -> Choices | None:
         >>> find_choices(r"What is $1+1$? (A) 1 (B) 2 (C) 3").options
         {'A': '1', 'B': '2', 'C': '3'}
     """
-    if not mentions(question, *_FIRST_LABELS):
+    if not (mentions(question, *_FIRST_LABELS) and mentions(question, *_SECOND_LABELS)):
         return None
     for pattern, series in ((_LETTER, "ABCDEFGH"), (_DIGIT, "123456789")):
         labels = _last_run(list(pattern.finditer(question)), series)
@@ -83,9 +85,9 @@ def find_choices(question: str) -> Choices | None:
         if pattern is _DIGIT and not is_asked:
             continue
         ends = [label.start() for label in labels[1:]] + [len(question)]
-        texts = [_bare(question[label.end() : end]) for label, end in zip(labels, ends, strict=True)]
-        if not all(texts):
-            continue
+        texts = [_bare(question[label.end() : end]).removesuffix(".") for label, end in zip(labels, ends, strict=True)]
+        if not all(texts) or sum(bool(VALUE.match(text) or text.endswith("?")) for text in texts) > 1:
+            continue  # parts that each ask for something
         stem = _CHOOSE.sub("", head).rstrip()
         return Choices(stem, dict(zip(series, texts, strict=False)), is_asked)
     return None
@@ -112,7 +114,8 @@ def _bare(text: str) -> str:
     """Take gaps from both ends, and a dollar sign or bracket whose partner was cut off."""
     text = text.strip()
     while True:
-        bare = _GAPS.sub("", text).strip()
+        gap = _GAP_BEFORE.match(text)
+        bare = _without_gap_after(text[gap.end() :] if gap else text)
         if bare.count("$") % 2:
             bare = bare[1:] if bare.startswith("$") else bare.removesuffix("$")
         for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]")):
@@ -122,6 +125,13 @@ def _bare(text: str) -> str:
         if bare == text:
             return text
         text = bare
+
+
+def _without_gap_after(text: str) -> str:
+    text = text.rstrip(" \t\r\n,;~")
+    for gap in _GAPS_AFTER:
+        text = text.removesuffix(gap)
+    return text
 
 
 def multiple_choice(question: str, answer: str) -> Finding | None:
@@ -140,7 +150,7 @@ def multiple_choice(question: str, answer: str) -> Finding | None:
     """
     choices = find_choices(question)
     if choices is None:
-        named = _NAMED.fullmatch(answer)
+        named = _NAMED.fullmatch(" ".join(answer.split()))
         if (
             named
             and not named["text"]
@@ -168,7 +178,7 @@ def multiple_choice(question: str, answer: str) -> Finding | None:
 
 
 def _label(choices: Choices, answer: str) -> str | None:
-    named = _NAMED.fullmatch(answer)
+    named = _NAMED.fullmatch(" ".join(answer.split()))
     if named and named[1].upper() in choices.options:
         text = named["text"]
         option = choices.options[named[1].upper()]

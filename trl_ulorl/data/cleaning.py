@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from . import audit, chunks, duplicates, sources
+from . import audit, chunks, duplicates, models, sources
 from .model_rules import ModelSettings, apply_models
 from .rules import MAX_ANSWER_CHARACTERS
 
@@ -116,11 +116,14 @@ def clean(settings: CleaningSettings, output: Path, *, num_proc: int = 1) -> aud
         can_rewrite=settings.models.rewrite_model is not None,
         evaluation_problems=tuple(_evaluation_problems(settings.against)),
     )
+    for name in settings.models.names:
+        models.read_tokenizer_and_config(name)  # rather than after an hour
     work = output / PARTIAL
-    with _locked(output), _removed_on_bad_input(work):
-        _prepare(work, _identity(settings, rows))
-        num_chunks, num_rows = _clean_chunks(rows, chunk_settings, work, num_proc)
-        _check_answers(work, num_chunks, num_rows, columns)
+    with _locked(output):
+        with _removed_on_bad_input(work):
+            _prepare(work, _identity(settings, rows))
+            num_chunks, num_rows = _clean_chunks(settings.source, rows, chunk_settings, work, num_proc)
+            _check_answers(work, num_chunks, num_rows, columns)
         _put_together(work, num_chunks, settings)
         if settings.models.is_used:
             apply_models(work, settings.models, chunk_settings)
@@ -189,14 +192,18 @@ def _locked(output: Path) -> Iterator[None]:
             raise ValueError(
                 f"Another run is cleaning into `--output` ({output}). Wait for it, or name another folder."
             ) from error
-        yield
-    (output / ".lock").unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            (output / ".lock").unlink()
+            if not any(output.iterdir()):
+                output.rmdir()
 
 
 # ------------------------------------------------------------------------------------------------------------ the chunks
 
 
-def _clean_chunks(rows: Any, settings: chunks.ChunkSettings, work: Path, num_proc: int) -> tuple[int, int]:
+def _clean_chunks(name: str, rows: Any, settings: chunks.ChunkSettings, work: Path, num_proc: int) -> tuple[int, int]:
     """Clean all chunks that are not done yet; return the numbers of chunks and rows."""
     total = getattr(rows, "num_rows", None)
     num_rows = num_chunks = 0
@@ -205,7 +212,7 @@ def _clean_chunks(rows: Any, settings: chunks.ChunkSettings, work: Path, num_pro
         tqdm(total=total, desc="cleaning", unit="row", unit_scale=True) as progress,
     ):
         waiting: deque[Future[int]] = deque()
-        for table in rows.with_format("arrow").iter(batch_size=chunks.CHUNK_ROWS):
+        for table in sources.tables(name, rows, chunks.CHUNK_ROWS):
             if (work / f"index-{num_chunks}.npy").exists():
                 progress.update(table.num_rows)
             else:

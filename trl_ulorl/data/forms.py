@@ -16,6 +16,8 @@ from .rules import NO_ANSWER, VALUE, VALUE_INSIDE, Finding, is_truth_value, ment
 
 # ---------------------------------------------------------------------------------------------------------------- proof
 
+_MAX_REWRITTEN = 5_000  # characters; the time of what rewrites grows with their square
+
 _PROVE = re.compile(
     r"(?:^|[.?!,:;)$]\s+|\n\s*|\b(?:and|to|then|hence|please)\s+)(?:prove|show|demonstrate|verify|establish|deduce|disprove)"
     r"(?:\s+or\s+disprove)?(?:\s*:|\s+(?:that|the|why|this|it|by|for|using|or)\b)",
@@ -75,7 +77,7 @@ def proof(question: str, answer: str) -> Finding | None:
         "expla",
     ):
         return None
-    if (match := _CONFIRM.search(question)) and _same(match["value"], answer):
+    if len(question) <= _MAX_REWRITTEN and (match := _CONFIRM.search(question)) and _same(match["value"], answer):
         return Finding("it told its own answer and asked to verify it", question=_cut(question, match))
     if _PROVE.search(question):
         return _proof_of(question, answer)
@@ -87,6 +89,8 @@ def proof(question: str, answer: str) -> Finding | None:
 
 
 def _proof_of(question: str, answer: str) -> Finding:
+    if len(question) > _MAX_REWRITTEN:
+        return Finding("it asks for a proof, at length", needs_model=True)
     reason = "what it asks to prove is asked for"
     if (match := _PROVE_IS.fullmatch(question)) and _same(match["value"], answer):
         return Finding(reason, question=f"{match['before']}{_find(match['before'])} {match['what']}.")
@@ -173,6 +177,8 @@ def true_false(question: str, answer: str) -> Finding | None:
     whether = _WHETHER.search(question) if mentions(lowered, "whether", " if ") else None
     if whether is None or _asks_for_value(question, whether):
         return None
+    if len(question) > _MAX_REWRITTEN:
+        return Finding("it asks whether something holds, at length", needs_model=True)
     reason = "it asked whether something holds, and the reference is the value"
     if match := _LIMIT_EXISTS.search(question):
         is_limit = match["what"].lower() == "limit" or r"\lim" in match["formula"]

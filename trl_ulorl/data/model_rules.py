@@ -84,7 +84,12 @@ class ModelSettings:
     @property
     def is_used(self) -> bool:
         """Whether any model is asked."""
-        return bool(self.model or self.reference_models or self.rewrite_model)
+        return bool(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """The models that are asked."""
+        return [name for name in (self.rewrite_model, self.model, *self.reference_models) if name is not None]
 
 
 @dataclass(frozen=True)

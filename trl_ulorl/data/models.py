@@ -39,6 +39,32 @@ class SamplingSettings:
     batch_size: int = 32
 
 
+def read_tokenizer_and_config(name: str) -> tuple[Any, Any]:
+    """Read what goes with a model's weights.
+
+    Args:
+        name: A folder, or a name on the Hub.
+
+    Raises:
+        ValueError: If there is none, or the tokenizer has no chat template.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        config: Any = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"The model {name!r} can't be loaded ({error}). Pass the folder of a saved model, or a name on the Hub."
+        ) from error
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer of {name!r} has no chat template, which says where a question ends and the answer begins. Pass a "
+            "model that was trained for chats, or set `chat_template`."
+        )
+    return tokenizer, config
+
+
 class EngineModel:
     """A model on one of the package's engines, in this process.
 
@@ -53,20 +79,8 @@ class EngineModel:
     def __init__(self, name: str, settings: SamplingSettings) -> None:
         import torch
         from accelerate import Accelerator
-        from transformers import AutoConfig, AutoTokenizer
 
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
-            self._config: Any = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"The model {name!r} can't be loaded ({error}). Pass the folder of a saved model, or a name on the Hub."
-            ) from error
-        if not self._tokenizer.chat_template:
-            raise ValueError(
-                f"The tokenizer of {name!r} has no chat template, which says where a question ends and the answer begins. Pass "
-                "a model that was trained for chats, or set `chat_template`."
-            )
+        self._tokenizer, self._config = read_tokenizer_and_config(name)
         self._name = name
         self._settings = settings
         self._eos_token_ids = self._read_eos_token_ids()

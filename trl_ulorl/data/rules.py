@@ -91,13 +91,13 @@ def overlong(question: str, answer: str, max_characters: int = MAX_ANSWER_CHARAC
         answer: The short answer.
         max_characters: Longest reference to keep, after normalisation of its spelling.
     """
+    if len(answer) > 100 * max_characters:  # no spelling is so wasteful
+        return Finding(f"the reference has {len(answer)} characters, more than {max_characters}")
     for name, body in _MATRIX.findall(answer):
         rows = [row for row in re.split(r"\\\\|\\cr\b", body) if row.strip()]
         if name == "cases" or (len(rows) > 1 and "&" in body):
             return Finding(f"the reference is a {'system of cases' if name == 'cases' else 'matrix or table'}")
-    length = len(answer)
-    if length > max_characters:
-        length = len(normalize_answer(answer)) if length <= 100 * max_characters else length
+    length = len(answer) if len(answer) <= max_characters else len(normalize_answer(answer))
     return (
         Finding(f"the reference has {length} characters, more than {max_characters}")
         if length > max_characters
@@ -108,7 +108,7 @@ def overlong(question: str, answer: str, max_characters: int = MAX_ANSWER_CHARAC
 # ------------------------------------------------------------------------------------------------- what a question asks
 
 _DRAWING = re.compile(r"\[asy\].*?\[/asy\]|```.*?```", re.DOTALL)
-_SENTENCE_END = re.compile(r"(?<=[.?!:])\s+(?=[A-Z\\$(])|(?<=[.?!])(?:\\\]|\$\$)?\s*\n+|\n{2,}")
+_SENTENCE_END = re.compile(r"[.?!:](?=\s+[A-Z\\$(])|[.?!](?:\\\]|\$\$)?(?=\s*\n)|\n(?=\n)")
 _LEAD = r"(?:(?:then|also|next|finally|hence|thus|and|now|please|additionally|furthermore|moreover|if so|in addition),?\s+)*"
 _VALUE_VERB = (
     r"(?:find|compute|calculate|evaluate|solve|simplify|express|determine(?!\s+(?:whether|if)\b)|list|give|count)"
@@ -125,7 +125,10 @@ _TRUTHS = frozenset({"yes", "no", "true", "false", "correct", "incorrect"})
 
 def sentences_of(text: str) -> list[str]:
     """Split a text where sentences seem to end, without drawings."""
-    return [part.strip() for part in _SENTENCE_END.split(_without_drawings(text)) if part.strip()]
+    text = _without_drawings(text)
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    parts = [text[start:end].strip() for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+    return [part for part in parts if part]
 
 
 def _without_drawings(text: str) -> str:
@@ -171,11 +174,14 @@ _QUANTITY = (
     r"radius|diameter|cent(?:er|re)|domain|length|width|height|amplitude|period|slope|intercept|rank|nullity|trace|determinant|"
     r"eigenvalues|eigenvectors|quotient|remainder|minimum|maximum|gcd|lcm|magnitude|direction|kernel|image|curvature|torsion)"
 )
-_TWO_QUANTITIES = re.compile(
-    rf"(?:{_VALUE_VERB}|what\s+(?:is|are))\s+(?:both\s+)?the\s+{_QUANTITY}\s+and\s+(?:the\s+)?{_QUANTITY}\b(?!\s+(?:value|point))",
-    re.IGNORECASE,
-)
+# On lower-case text and with a literal at the start, which makes the search fast.
+_TWO_QUANTITIES = re.compile(rf"the\s+{_QUANTITY}\s+and\s+(?:the\s+)?{_QUANTITY}\b(?!\s+(?:value|point))")
+_ASKED_FOR = re.compile(rf"(?:{_VALUE_VERB}|\bwhat\s+(?:is|are))\s+(?:both\s+)?$")
 _WH_WORD = re.compile(r"(?:^|[,;]\s+|\band\s+)(?:what|how|which|who|when|where|why)\b", re.IGNORECASE)
+_DEMAND_WORDS = (
+    "find", "compute", "calculate", "evaluate", "solve", "simplify", "express", "determine", "list", "give ", "count ", "what ",
+    "how ",
+)  # fmt: skip
 _MORE_FOLLOWS = re.compile(r"[.?!:]\s*[)$\]]*\s+\S|\n")
 _SECOND_LABEL = re.compile(r"(?<![A-Za-z0-9])(?:[bB2]|ii)[).:]")
 _BACK_REFERENCE = re.compile(
@@ -212,10 +218,13 @@ def multi_part(question: str, answer: str) -> Finding | None:
     lowered = text.lower()
     if mentions(lowered, "also", "addition", "furthermore", "moreover", "as well") and (match := _ALSO.search(text)):
         return Finding(f"it asks for more than one thing: {match[0]!r}")
-    if " and " in lowered and (match := _TWO_QUANTITIES.search(text)):
+    match = _TWO_QUANTITIES.search(lowered) if " and " in lowered else None
+    if match is not None and _ASKED_FOR.search(lowered[: match.start()]):
         return Finding(f"it asks for two quantities: {match[0]!r}")
-    if _MORE_FOLLOWS.search(text) or mentions(lowered, "whether", " if "):
-        return _severalsentences_of(text, answer)
+    # Two demands have two question marks or two words of demand; few texts have, and cutting sentences is dear.
+    may_ask_twice = text.count("?") > 1 or sum(map(lowered.count, _DEMAND_WORDS)) > 1
+    if mentions(lowered, "whether", " if ") or (may_ask_twice and _MORE_FOLLOWS.search(text)):
+        return _several_demands(text, answer)
     return None
 
 
@@ -238,9 +247,10 @@ def _num_demands(text: str, labels: list[re.Match[str]], series: Sequence[str]) 
     return sum(bool(_DEMAND.match(body)) for body in bodies)
 
 
-def _severalsentences_of(text: str, answer: str) -> Finding | None:
+def _several_demands(text: str, answer: str) -> Finding | None:
     sentences = sentences_of(text)
-    questions = [part for part in sentences if _is_wh_question(part) and not _BACK_REFERENCE.search(part)]
+    candidates = sentences if text.count("?") > 1 else ()
+    questions = [part for part in candidates if _is_wh_question(part) and not _BACK_REFERENCE.search(part)]
     if len(questions) > 1 and not _alike(questions[-2], questions[-1]):
         return Finding(f"it asks {len(questions)} questions")
     demands = [index for index, part in enumerate(sentences) if VALUE.match(part) and not _FORM_OF_ANSWER.match(part)]

@@ -80,9 +80,7 @@ def features(question: str) -> Features:
     r"""Read a question, up to spacing, punctuation, case of its words and the layout of its LaTeX.
 
     Example:
-        >>> features(r"Find $\\dfrac{1}{2}$.").tokens == features(r"find  \\( \\frac12 \\)").tokens
-        False
-        >>> features("Find $x^{2}$.").tokens == features("find x^2").tokens
+        >>> features(r"Find $\dfrac{1}{23}x^{2}$.").tokens == features(r"find  \( \frac 1{23} x^2 \)").tokens
         True
     """
     text = question if question.isascii() else question.translate(_SPELLINGS)
@@ -168,7 +166,7 @@ def band_keys(rows: Sequence[Features], salts: Iterable[int]) -> NDArray[np.uint
     lists = [shingles(row) or [0] for row in rows]
     if not lists:
         return np.zeros((0, NUM_BANDS), dtype=np.uint64)
-    values = np.fromiter((value for shingle in lists for value in shingle), dtype=np.int64).view(np.uint64)
+    values = np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int64).view(np.uint64)
     starts = np.concatenate([[0], np.cumsum([len(shingle) for shingle in lists])[:-1]])
     base = np.array([hash((row.formula, salt)) for row, salt in zip(rows, salts, strict=True)], dtype=np.int64)
     keys = np.empty((len(lists), NUM_BANDS), dtype=np.uint64)
@@ -256,7 +254,7 @@ class LeakageIndex:
             [row.tokens in self._by_tokens or row.formula in self._by_formula for row in rows], dtype=bool
         )
         tokens = np.fromiter(
-            (token for row in rows for token in row.tokens), dtype=np.uint64, count=int(lengths.sum())
+            itertools.chain.from_iterable(row.tokens for row in rows), dtype=np.uint64, count=int(lengths.sum())
         )
         if len(tokens) < NGRAM or not len(self._rolling):
             return is_suspect

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,17 +188,17 @@ def _top(names: Sequence[str]) -> list[str]:
     return [name for name in names if "." not in name]
 
 
-def open_rows(name: str, *, config: str | None = None, split: str = "train", streaming: bool = False) -> Any:
+def open_rows(name: str, *, config: str | None = None, split: str | None = "train", streaming: bool = False) -> Any:
     """Open a local `.jsonl`, `.json`, `.parquet` or `.csv` file or a data set on the Hub.
 
     Args:
         name: Path or Hub name.
         config: Configuration of a Hub data set.
-        split: Its split; a local file has one only.
+        split: Its split; None for all. A local file has one only.
         streaming: Read on the way instead of keeping an Arrow copy in the cache of `datasets`.
 
     Returns:
-        A `datasets.Dataset`, or an `IterableDataset` when streaming.
+        A `datasets.Dataset`, or an `IterableDataset` when streaming; for all splits of a Hub data set a mapping of them.
 
     Raises:
         ValueError: If it cannot be read, or is empty.
@@ -214,25 +215,53 @@ def open_rows(name: str, *, config: str | None = None, split: str = "train", str
         raise ValueError(f"There is no file {name!r}: check the path. A name on the Hub has no such ending.")
     if loader is not None and path.stat().st_size == 0:
         raise ValueError(f"{name!r} is empty: there is nothing to read. Check how it was written.")
-    try:
+    with _reading(name):
         if loader is not None:
             rows = load_dataset(loader, data_files=str(path), split="train", streaming=streaming)
         else:
             rows = load_dataset(name, config, split=split, streaming=streaming)
         first = next(iter(rows), None)
+    if first is None:
+        raise ValueError(
+            f"{name!r} has no row, but must be data with at least one row. Check how it was made, or `--split` ({split})."
+        )
+    return rows
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # whatever a reader or the network raises, the data can't be read
         cause = error.__cause__ or error
+        is_file = Path(name).suffix.lower() in LOADERS
         what = (
-            "JSON, Parquet or CSV as its ending says"
-            if loader
-            else "the name, `--config` and `--split` of one on the Hub"
+            "JSON, Parquet or CSV as its ending says" if is_file else "the name, configuration and split of a data set"
         )
         raise ValueError(
-            f"{name!r} can't be read ({type(cause).__name__}: {str(cause)[:300]}). It must be {what}. Check it, or repair the file."
+            f"{name!r} can't be read ({type(cause).__name__}: {str(cause)[:300]}). It must be {what}, with at least one row. "
+            "Check how it was made."
         ) from error
-    if first is None:
-        raise ValueError(f"{name!r} holds no row: there is nothing to clean. Check the file, or `--split` ({split}).")
-    return rows
+
+
+def tables(name: str, rows: Any, num_rows: int) -> Iterator[Any]:
+    """Yield the rows as Arrow tables.
+
+    Args:
+        name: Of the data, for messages.
+        rows: What `open_rows` returned.
+        num_rows: Rows of a table; the last one may have less.
+
+    Raises:
+        ValueError: If what comes can't be read.
+    """
+    iterator = rows.with_format("arrow").iter(batch_size=num_rows)
+    while True:
+        with _reading(name):
+            table = next(iterator, None)
+        if table is None:
+            return
+        yield table
 
 
 def column_names(rows: Any) -> list[str]:
@@ -243,19 +272,23 @@ def column_names(rows: Any) -> list[str]:
     return names + [f"{name}.{inner}" for name in names if isinstance(types[name], dict) for inner in types[name]]
 
 
-def questions(
-    name: str, *, config: str | None = None, split: str = "train", prompt_column: str | None = None
-) -> Iterator[str]:
-    """Read the questions of a data set that needs no answers, such as an evaluation set to compare with."""
-    rows = open_rows(name, config=config, split=split)
-    names = column_names(rows)
-    column = (
-        prompt_column if prompt_column in names else next((known for known in PROMPT_COLUMNS if known in names), None)
-    )
-    if column is None:
-        raise ValueError(
-            f"{name!r} has the columns {_top(names)}, and none of the usual names of questions ({', '.join(PROMPT_COLUMNS)}). "
-            "Rename the column with the questions to `prompt`."
-        )
-    for row in rows:
-        yield read_prompt(row[column]).question
+def questions(name: str) -> Iterator[str]:
+    """Read the questions of a file, or of all splits of a Hub data set: answers are not needed to compare with them.
+
+    Args:
+        name: Path or Hub name.
+
+    Raises:
+        ValueError: If it cannot be read, or no column has a usual name of questions.
+    """
+    opened = open_rows(name, split=None)
+    for rows in opened.values() if isinstance(opened, Mapping) else [opened]:
+        names = column_names(rows)
+        column = next((known for known in PROMPT_COLUMNS if known in names), None)
+        if column is None:
+            raise ValueError(
+                f"{name!r} has the columns {_top(names)}, and none of the usual names of questions ({', '.join(PROMPT_COLUMNS)}). "
+                "Rename the column with the questions to `prompt`."
+            )
+        for row in rows:
+            yield read_prompt(row[column]).question
