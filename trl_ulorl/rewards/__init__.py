@@ -4,7 +4,21 @@ Importing this package costs nothing: pint is loaded, and worker processes are s
 them; math-verify and SymPy only ever run in those.
 """
 
-from .reward import Judge, VerifierReward
+from .audit import RuleAudit
+from .judge import AnswerJudge, GenerativeVerifier
+from .judge_models import EndpointModel, TransformersModel, VLLMModel
+from .reward import VerifierReward
 from .verify import Verdict, verify_answer, verify_answers
 
-__all__ = ["Judge", "Verdict", "VerifierReward", "verify_answer", "verify_answers"]
+__all__ = [
+    "AnswerJudge",
+    "EndpointModel",
+    "GenerativeVerifier",
+    "RuleAudit",
+    "TransformersModel",
+    "VLLMModel",
+    "Verdict",
+    "VerifierReward",
+    "verify_answer",
+    "verify_answers",
+]

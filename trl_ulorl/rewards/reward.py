@@ -1,33 +1,25 @@
 """The verifier as a reward function for TRL."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from numbers import Number
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from .judge import AnswerJudge
 from .verify import STAGE_NAMES, Verdict, verify_answers
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
 
 logger = logging.getLogger(__name__)
 
 Completion = str | Sequence[dict[str, Any]]
 
 _MAX_JUDGED_CHARACTERS = 1000  # a judge compares two short answers
-
-
-class Judge(Protocol):
-    """What decides where rules can't, such as a language model."""
-
-    def judge(self, pairs: Sequence[tuple[str, str]]) -> Sequence[bool | None]:
-        """Say which answers are equal.
-
-        Args:
-            pairs: Answers of the model and references, both normalised and short.
-
-        Returns:
-            One value per pair; `None` where there is no verdict.
-        """
 
 
 class VerifierReward:
@@ -43,7 +35,8 @@ class VerifierReward:
 
     Args:
         judge: Asked, once per batch, about the pairs that rules leave open: those they can't decide, and those whose
-            words differ, which without a judge are taken as wrong. `None` from it stays `None`.
+            words differ, which without a judge are taken as wrong. `None` from it stays `None`. One with a method
+            `start_step`, such as `GenerativeVerifier`, is told the training step, for its budget.
         lenient: Whether an output that marks no answer may answer by how it ends, which rewards guesses.
 
     Example:
@@ -56,7 +49,7 @@ class VerifierReward:
     answer_columns: ClassVar[tuple[str, ...]] = ("answer", "solution")
     """Dataset columns that may hold the reference, the first one present wins."""
 
-    def __init__(self, judge: Judge | None = None, *, lenient: bool = False) -> None:
+    def __init__(self, judge: AnswerJudge | None = None, *, lenient: bool = False) -> None:
         self.judge = judge
         self.lenient = lenient
         missing = [name for name in ("math_verify", "pint") if find_spec(name) is None]
@@ -73,6 +66,7 @@ class VerifierReward:
         solution: Sequence[Any] | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
+        trainer_state: TrainerState | None = None,
         **kwargs: Any,
     ) -> list[float | None]:
         """Score a batch.
@@ -83,6 +77,7 @@ class VerifierReward:
             solution: Read where there is no `answer`, in all rows or in one.
             log_extra: TRL's callback for columns of the completions table.
             log_metric: TRL's callback for scalars.
+            trainer_state: Where the training stands.
             **kwargs: The other dataset columns, not used.
 
         Returns:
@@ -105,6 +100,8 @@ class VerifierReward:
             )
         verdicts = _by_rules(completions, references, lenient=self.lenient)
         if self.judge is not None:
+            if trainer_state is not None and hasattr(self.judge, "start_step"):
+                self.judge.start_step(trainer_state.global_step)
             verdicts = _with_judge(verdicts, self.judge)
         if log_extra is not None:
             log_extra("verifier_stage", [verdict.stage for verdict in verdicts])
@@ -128,7 +125,7 @@ def _by_rules(completions: Sequence[Completion], references: Sequence[Any], *, l
     return [failed[place] if place in failed else next(verdicts) for place in range(len(completions))]
 
 
-def _with_judge(verdicts: list[Verdict], judge: Judge) -> list[Verdict]:
+def _with_judge(verdicts: list[Verdict], judge: AnswerJudge) -> list[Verdict]:
     """Put the judge's verdicts in the place of those that rules leave open."""
     places = [
         place
