@@ -273,7 +273,10 @@ def answering_prompt(values: dict[str, Any], instruction: str) -> Messages:
 
 def is_right(text: str | None, answer: str) -> bool | None:
     """Judge an answer; None if it could not be decided, and False for one that was cut off."""
-    return False if text is None else verify_answer(text, rf"\boxed{{{answer}}}").equivalent
+    if text is None:
+        return False
+    verdict = verify_answer(text, rf"\boxed{{{answer}}}")
+    return None if verdict.is_open else verdict.equivalent
 
 
 def _drop_too_easy(folder: Path, asked: _Asked, settings: ModelSettings) -> None:
@@ -326,7 +329,7 @@ def agreed_answer(texts: Sequence[str | None], reference: str) -> str | None:
     answers = []
     for text in texts:
         verdict = verify_answer(text or "", rf"\boxed{{{reference}}}")
-        if verdict.equivalent is not False or not verdict.prediction:
+        if verdict.equivalent is not False or verdict.is_open or not verdict.prediction:
             return None
         answers.append(verdict.prediction)
     same = all(
