@@ -225,7 +225,7 @@ class WorkerPool:
             if seconds <= tried:
                 batch.settle(number, _TIMED_OUT)
                 continue
-            self._send(worker, batch, number, seconds, seconds)
+            self._send(worker, batch, number, seconds, max(min(2 * seconds, self._budget(batch)), seconds))
 
     def _send(self, worker: _Worker, batch: _Batch, number: int, cpu_seconds: float, wall_seconds: float) -> None:
         if not worker.under_way:
@@ -277,7 +277,7 @@ class WorkerPool:
     def _note_loading(self, worker: _Worker, batch: _Batch, *, is_loading: bool) -> None:
         """The time of the pair that a worker is at starts when it has loaded what it needs."""
         now = time.monotonic()
-        if not is_loading and worker.under_way:
+        if not is_loading and worker.under_way and len(batch.pairs) == 1:
             batch.wasted += min(now - worker.since, 0.25 * TIME_LIMIT_SECONDS)
         worker.is_loading, worker.since = is_loading, now
 
@@ -286,7 +286,7 @@ class WorkerPool:
         _, seconds, _ = worker.under_way.popleft()
         now = time.monotonic()
         if kind == "out of time":
-            batch.wasted += now - worker.since
+            batch.wasted += min(now - worker.since, seconds)  # CPU time: on a busy machine all takes longer
             batch.slow.append((number, seconds))
         elif kind == "decided":
             batch.settle(number, Outcome("decided", *rest))
