@@ -275,7 +275,7 @@ def is_right(text: str | None, answer: str) -> bool | None:
     """Judge an answer; None if it could not be decided, and False for one that was cut off."""
     if text is None:
         return False
-    verdict = verify_answer(text, rf"\boxed{{{answer}}}")
+    verdict = verify_answer(text, rf"\boxed{{{answer}}}", lenient=False)
     return None if verdict.is_open else verdict.equivalent
 
 
@@ -328,7 +328,7 @@ def agreed_answer(texts: Sequence[str | None], reference: str) -> str | None:
     """
     answers = []
     for text in texts:
-        verdict = verify_answer(text or "", rf"\boxed{{{reference}}}")
+        verdict = verify_answer(text or "", rf"\boxed{{{reference}}}", lenient=False)
         if verdict.equivalent is not False or verdict.is_open or not verdict.prediction:
             return None
         answers.append(verdict.prediction)
