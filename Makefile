@@ -60,9 +60,10 @@ $(BIN)/python $(VLLM_BIN)/python:
 demo: $(if $(filter vllm,$(ENGINE)),install-vllm,install)  ## Train the embedded model on the CPU; results in outputs/demo (SEED=42 ENGINE=transformers|vllm LONG=1)
 	OMP_NUM_THREADS=1 $(if $(filter vllm,$(ENGINE)),$(VLLM_ENV) $(VLLM_BIN),$(BIN))/python examples/train_qwen3.py --config $(DEMO_CONFIG) --seed $(SEED) --engine $(ENGINE) --output_dir outputs/demo
 
-# One OpenMP thread per worker: two processes that share two cores run several times slower with more.
+# One OpenMP thread per worker: two processes that share two cores run several times slower with more. Slow tests lie side by
+# side, so that a worker which is done takes over from the other.
 test: install  ## Run the unit and the slow tests (no GPU needed, under 10 minutes on two cores)
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-vllm: install-vllm  ## Run the tests that start vLLM (no GPU needed)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(VLLM_ENV) $(VLLM_BIN)/python -m pytest -m vllm tests/vllm_cpu $(PYTEST_ARGS)
