@@ -62,7 +62,7 @@ demo: $(if $(filter vllm,$(ENGINE)),install-vllm,install)  ## Train the embedded
 
 # One OpenMP thread per worker: two processes that share two cores run several times slower with more. Slow tests lie side by
 # side, so that a worker which is done takes over from the other.
-test: install  ## Run the unit and the slow tests (no GPU needed, under 10 minutes on two cores)
+test: install  ## Run the unit and the slow tests (no GPU needed, about 10 minutes on two cores)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-vllm: install-vllm  ## Run the tests that start vLLM (no GPU needed)
@@ -75,7 +75,7 @@ lint: install  ## Check style, types and the direction of imports
 	$(BIN)/lint-imports
 
 # All in the environment with vLLM; each runs to its end even if another misses a target.
-bench: install-vllm  ## Run every benchmark in benchmarks/, about 20 minutes; results in outputs/bench
+bench: install-vllm  ## Run every benchmark in benchmarks/, tens of minutes; results in outputs/bench
 	@status=0; for script in benchmarks/*.py; do echo "== $$script"; $(VLLM_BIN)/python $$script || status=1; done; exit $$status
 
 clean:  ## Remove caches, builds and outputs (.venv and .venv-vllm stay)
