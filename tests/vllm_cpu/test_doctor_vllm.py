@@ -25,14 +25,18 @@ def test_a_sound_engine_passes(trainer, check):
     assert found.ok, found.message
 
 
-@pytest.mark.xfail(strict=True, reason="vLLM's blocks on a CPU have 128 tokens, more than these prefixes: nothing is kept")
+@pytest.mark.xfail(
+    strict=True, reason="vLLM's blocks on a CPU have 128 tokens, more than these prefixes: nothing is kept"
+)
 def test_an_engine_that_keeps_old_keys_and_values(trainer, monkeypatch):
     monkeypatch.setattr(trainer.vllm_generation.llm, "reset_prefix_cache", lambda: True)
     found = doctor.check_stale_cache(patient_of(trainer))
     assert not found.ok and found.figure["mean"] > 10 * doctor.EXACT.mean
 
 
-@pytest.mark.xfail(strict=True, reason="on a CPU weights that vLLM has loaded anew are the policy's own tensors: they follow")
+@pytest.mark.xfail(
+    strict=True, reason="on a CPU weights that vLLM has loaded anew are the policy's own tensors: they follow"
+)
 def test_an_engine_that_keeps_old_weights(trainer, monkeypatch):
     assert trainer.vllm_generation.llm.reset_prefix_cache()
     monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: None)
