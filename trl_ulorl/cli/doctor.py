@@ -35,7 +35,6 @@ _EXAMPLE = """
 example: one of the recipes, on outputs of up to 2,048 tokens, decoded with vLLM
   trl-ulorl doctor --config examples/configs/qwen3_4b_32k.yaml --engine vllm --tokens 2048
 """
-_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _DEFAULTS = {"max_completion_length": 128, "num_segments": 4, "per_device_train_batch_size": 32, "bf16": "false"}
 
 
@@ -133,6 +132,7 @@ def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
     from ..config import UloRLConfig
     from ..data.arithmetic import embedded_model_path
     from ..trainer import UloRLTrainer
+    from .training import model_init_kwargs
 
     if options.config is not None and not options.config.is_file():
         raise ValueError(f"There is no file {str(options.config)!r}: check `--config`.")
@@ -141,13 +141,7 @@ def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
         _arguments(options, folder, torch.accelerator.is_available())
     )
     model_name = options.model or model_args.model_name_or_path or str(embedded_model_path())
-    kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(args.model_init_kwargs or {}),
-    }
-    args.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    args.model_init_kwargs = model_init_kwargs(args, model_args)
     tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")
     rows = _prompts(data, max(options.problems, args.groups_per_batch), is_chat=tokenizer.chat_template is not None)
 
@@ -193,29 +187,17 @@ def _arguments(options: argparse.Namespace, folder: str, has_accelerator: bool) 
 
 
 def _prompts(data: _Data, num_rows: int, *, is_chat: bool) -> Any:
-    from datasets import load_dataset
-
     from ..data.arithmetic import arithmetic_dataset
+    from ..evaluation.problems import LOADERS, as_messages, load_rows
 
     if data.dataset_name == "arithmetic":
         return arithmetic_dataset(num_rows, seed=0, split="train")
     path = Path(data.dataset_name)
-    if path.suffix in _LOADERS:
-        if not path.is_file():
-            raise ValueError(f"There is no file {data.dataset_name!r}: check `dataset_name`.")
-        rows = load_dataset(_LOADERS[path.suffix], data_files=data.dataset_name, split="train")
-    else:
-        rows = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_split)
-    column = next((name for name in ("prompt", "problem", "question") if name in rows.column_names), None)
-    if column is None:
-        raise ValueError(
-            f"{data.dataset_name!r} has the columns {rows.column_names}: name the one with the questions `prompt`."
-        )
-    rows = rows.select(range(min(num_rows, len(rows)))).select_columns([column])
-    rows = rows.rename_column(column, "prompt") if column != "prompt" else rows
-    if is_chat and isinstance(rows[0]["prompt"], str):
-        rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    return rows
+    if path.suffix in LOADERS and not path.is_file():
+        raise ValueError(f"There is no file {data.dataset_name!r}: check `dataset_name`.")
+    rows = load_rows(data.dataset_name, config=data.dataset_config, split=data.dataset_split)
+    rows = rows.select(range(min(num_rows, len(rows)))).select_columns(["prompt"])
+    return as_messages(rows) if is_chat else rows
 
 
 def _examined(trainer: UloRLTrainer, options: argparse.Namespace) -> Iterator[Check]:
