@@ -51,16 +51,15 @@ class ReadyEngine:
             yield DecodedSegment(index, self._ids[:length], self._logps[:length], is_stopped=False)
 
 
-def make_collector(num_rollouts: int, segment_length: int) -> SegmentCollector:
-    """Hold `num_rollouts`, each of which ends at its limit of four segments: a quarter of them a step."""
-    num_groups = num_rollouts // GENERATIONS
+def make_collector(segment_length: int, *, groups_per_batch: int, max_inflight_groups: int) -> SegmentCollector:
+    """Return the package's collector with prompts and rewards at hand; its rollouts end at their limit of four segments."""
     limit = SEGMENTS * segment_length
     return SegmentCollector(
         engine=ReadyEngine(segment_length),
         schedule=SegmentSchedule(
-            groups_per_batch=num_groups // SEGMENTS, segment_length=segment_length, max_inflight_groups=num_groups
+            groups_per_batch=groups_per_batch, segment_length=segment_length, max_inflight_groups=max_inflight_groups
         ),
-        prompts=PromptStream(10_000, seed=0),
+        prompts=PromptStream(100_000, seed=0),
         scorer=RewardScorer([RewardSource("length", lambda completions, **_: [1.0] * len(completions))]),
         settings=CollectorSettings(
             num_generations=GENERATIONS,
@@ -98,7 +97,8 @@ def collate(batch, version):
 
 def measure(num_rollouts: int, segment_length: int) -> dict[str, float]:
     """Return median seconds of each part of a step."""
-    collector = make_collector(num_rollouts, segment_length)
+    num_groups = num_rollouts // GENERATIONS  # a quarter of them is complete after each step
+    collector = make_collector(segment_length, groups_per_batch=num_groups // SEGMENTS, max_inflight_groups=num_groups)
     parts: dict[str, list[float]] = {"collect": [], "exchange": [], "collate": []}
     for version in range(SEGMENTS + STEPS):
         batch = collector.collect(version)
