@@ -64,6 +64,7 @@ class Tolerance:
     tie: float
 
 
+_CACHED_TOKENS = 272  # two blocks of the largest that vLLM has, 128 tokens on a CPU, and a little more
 EXACT = Tolerance(mean=1e-4, largest=2e-3, tie=2e-3)
 ROUNDED = Tolerance(mean=0.03, largest=None, tie=0.25)
 
@@ -328,7 +329,9 @@ def check_cap(patient: Patient) -> Check:
 
 def check_stale_cache(patient: Patient) -> Check:
     """Change the weights, continue prefixes that the engine knows, and compare with the trainer's new log-probabilities."""
-    prefixes = [c.all_ids[: c.prompt_ids.size + (len(c.token_ids) + 1) // 2] for c in patient.samples]
+    # Engines keep whole blocks only: the texts are repeated until they fill some.
+    length = _CACHED_TOKENS + min(0, patient.trainer._rows.room(_CACHED_TOKENS) - 1)
+    prefixes = [np.resize(c.all_ids, max(length, (c.all_ids.size + c.prompt_ids.size + 1) // 2)) for c in patient.samples]
     limits = [max(1, min(patient.segment_length, patient.trainer._rows.room(ids.size))) for ids in prefixes]
     patient.decode(prefixes, limits, patient.segment_length)  # so that the engine has seen the very prefixes
     with patient.changed_weights():

@@ -25,9 +25,6 @@ def test_a_sound_engine_passes(trainer, check):
     assert found.ok, found.message
 
 
-@pytest.mark.xfail(
-    strict=True, reason="vLLM's blocks on a CPU have 128 tokens, more than these prefixes: nothing is kept"
-)
 def test_an_engine_that_keeps_old_keys_and_values(trainer, monkeypatch):
     monkeypatch.setattr(trainer.vllm_generation.llm, "reset_prefix_cache", lambda: True)
     found = doctor.check_stale_cache(patient_of(trainer))
