@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,7 +147,10 @@ def load_data(script_args: ScriptArguments, seed: int, *, is_chat: bool) -> tupl
 
 
 def model_init_kwargs(
-    training_args: UloRLConfig, model_args: ModelConfig, rope_parameters: dict[str, Any] | str | None = None
+    training_args: UloRLConfig,
+    model_args: ModelConfig,
+    rope_parameters: dict[str, Any] | str | None = None,
+    load_config: Callable[[str, str], Any] = lambda name, revision: AutoConfig.from_pretrained(name, revision=revision),
 ) -> dict[str, Any]:
     """Merge the model arguments into those of the configuration, such as the recipes' rope parameters.
 
@@ -154,6 +158,7 @@ def model_init_kwargs(
         training_args: Its `model_init_kwargs` win.
         model_args: Of the command line.
         rope_parameters: YaRN's, completed from the model's own configuration.
+        load_config: Returns that, for the name and revision of a model.
 
     Raises:
         ValueError: If rope parameters are incomplete, or given twice.
@@ -172,8 +177,7 @@ def model_init_kwargs(
                 f"`rope_parameters` ({rope_parameters}) and `model_init_kwargs` ({clashes} in it) are both given, and state the "
                 "same in two ways. Leave one of them out; `--model_init_kwargs` takes the place of a recipe's."
             )
-        model_name = model_args.model_name_or_path or embedded_model_path()
-        config = AutoConfig.from_pretrained(model_name, revision=model_args.model_revision)
+        config = load_config(model_args.model_name_or_path or str(embedded_model_path()), model_args.model_revision)
         kwargs.update(extended_positions(config, rope_parameters))
     return {name: value for name, value in kwargs.items() if value is not None}
 
