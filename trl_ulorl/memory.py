@@ -69,19 +69,19 @@ class ModelShape:
         """Return what backward through one recomputed layer holds at its peak, per token, in bfloat16 with autocast.
 
         `H`, `Q`, `K`, `I` are the widths of hidden states, queries, keys and MLP. Both norms keep a float32 and a bfloat16
-        copy beside their output (16 H), queries and keys likewise and what attention keeps (12 Q, 10 K with the
-        values), the MLP four of its width (8 I), and its backward pass adds 4 I + 2 H. In a mixture of experts each of the
-        `k` experts of a token takes 8 I + 4 H, the router 4 bytes for each expert, and backward adds (6 k + 2) H: a residual
-        sum less and the gradients of the sorted copies.
+        copy beside their output, and the residual stream is kept once (18 H); queries keep two copies for their norm, what is
+        rotated and the output of attention (10 Q), keys and values the like (10 K), the MLP four of its width (8 I), and its
+        backward pass adds 4 I + 2 H. In a mixture of experts each of the `k` experts of a token takes 8 I + 4 H and some
+        indices, the router 4 bytes for each expert, and backward through the sorted copies adds (6 k + 2) H.
         """
         queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         statistics = _SINGLE * (2 * self.num_heads + self.num_kv_heads + 2)
-        attention = 12 * queries + 10 * keys + statistics
+        kept = 18 * self.hidden_size + 10 * queries + 10 * keys + statistics
         if not self.num_experts:
-            return attention + 18 * self.hidden_size + 12 * self.mlp_size
+            return kept + 12 * self.mlp_size + 2 * self.hidden_size
         active = self.num_active_experts
         routed = active * (8 * self.mlp_size + 4 * self.hidden_size + 34) + _SINGLE * self.num_experts
-        return attention + 14 * self.hidden_size + routed + (6 * active + 2) * self.hidden_size
+        return kept + routed + (6 * active + 2) * self.hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ class MemoryPlan:
     Args:
         state: What a device holds all the time.
         activations: Of the longest micro-batch, during the update.
-        gathered: Whole weights while transformers decodes with sharded ones.
+        gathered: Whole weights while transformers decodes with sharded ones, or while ZeRO-3 merges an adapter for vLLM.
         kv_cache: Keys and values on a device while it decodes; vLLM's is what its share leaves.
         engine: vLLM's share of a device, its cache included.
         update: Peak during the update.
@@ -326,8 +326,10 @@ def memory_plan(shape: ModelShape, launch: Launch, run: Run, device_bytes: float
             )
     elif run.engine != "server":
         raise ValueError(f"`engine` ({run.engine!r}) must be 'transformers', 'vllm' or 'server'.")
+    if run.engine != "transformers" and run.adapter_parameters is not None and launch.backend == "zero3":
+        gathered = float(_HALF * shape.num_parameters)  # to merge the adapter, before the weights are handed over
     held_in_update = engine if not run.sleeps else 0.0
-    decoding = engine if run.engine == "vllm" else gathered + kv_cache
+    decoding = gathered + (engine if run.engine == "vllm" else kv_cache)
     return MemoryPlan(
         state=state,
         activations=activations,

@@ -79,7 +79,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     batch = parser.add_argument_group("batch")
     batch.add_argument(
-        "--num-generations", type=partial(_whole, least=2), help="rollouts per prompt (default: the configuration's, or 8)"
+        "--num-generations",
+        type=partial(_whole, least=2),
+        help="rollouts per prompt (default: the configuration's, or 8)",
     )
     batch.add_argument(
         "--groups-per-batch", type=_count, help="prompts per step (default: an engine's of the configuration, or 128)"
@@ -205,7 +207,11 @@ def _read_recipe(options: argparse.Namespace) -> RecipePlan | None:
     sizes = {"max_completion_length": None, "num_generations": 8, "groups_per_batch": 128, "prompt_length": 0}
     recipe = None
     if options.config is None:
-        given = [f"`--{name.replace('_', '-')}`" for name in ("launch", "num_processes", "gpu_gib") if getattr(options, name)]
+        given = [
+            f"`--{name.replace('_', '-')}`"
+            for name in ("launch", "num_processes", "gpu_gib")
+            if getattr(options, name)
+        ]
         if given or options.training_options:
             raise ValueError(
                 f"{', '.join([*given, *options.training_options])} go with a training configuration, but none is given. Pass "

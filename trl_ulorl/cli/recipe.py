@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from trl import ModelConfig
+
     from ..config import UloRLConfig
     from ..memory import Launch, MemoryPlan, ModelShape, Run
+    from .train import ScriptArguments
 
 # From the models' config.json on the Hub, so that a plan of them needs no network.
 _QWEN3: dict[str, Any] = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "head_dim": 128}
@@ -93,36 +97,17 @@ def plan_recipe(options: argparse.Namespace) -> RecipePlan:
     Raises:
         ValueError: If configuration, model and launch do not fit together.
     """
-    from transformers.utils import logging
+    from ..memory import memory_plan
+    from .training import model_init_kwargs
 
-    from ..config import UloRLConfig
-    from .training import model_init_kwargs, parse
-
-    if not options.config.is_file():
-        raise ValueError(f"There is no file {str(options.config)!r}: check `--config`.")
     launch = read_launch(options.launch, options.num_processes)
-
-    class PlannedConfig(UloRLConfig):
-        """The configuration as each of the launch's processes will have it."""
-
-        @property
-        def world_size(self) -> int:
-            return launch.num_processes
-
-    arguments = ["--config", str(options.config), *options.training_options, "--use_cpu", "true"]
-    logging.set_verbosity_error()
-    try:
-        script_args, args, model_args = parse(arguments, PlannedConfig)
-    except (TypeError, OSError) as error:
-        raise ValueError(f"`--config` ({options.config}) can't be parsed: {error}") from error
+    script_args, args, model_args = parse_recipe(options.config, launch.num_processes, options.training_options)
     kwargs = model_init_kwargs(args, model_args, script_args.rope_parameters, load_config=model_config)
     config = model_config(_model_name(model_args), model_args.model_revision)
     config.get_text_config().update({name: kwargs[name] for name in ("max_position_embeddings",) if name in kwargs})
     shape, adapter = model_shape(config, model_args)
     run = run_sizes(args, config, kwargs.get("dtype"), adapter, options.prompt_length)
     device_bytes = None if options.gpu_gib is None else options.gpu_gib * 2**30
-    from ..memory import memory_plan
-
     return RecipePlan(
         sizes=step_sizes(args, run),
         shape=shape,
@@ -131,6 +116,33 @@ def plan_recipe(options: argparse.Namespace) -> RecipePlan:
         memory=memory_plan(shape, launch, run, device_bytes),
         device_gib=options.gpu_gib,
     )
+
+
+def parse_recipe(
+    path: Path, num_processes: int, arguments: Sequence[str] = ()
+) -> tuple[ScriptArguments, UloRLConfig, ModelConfig]:
+    """Parse a training configuration as each of `num_processes` processes of `trl-ulorl train` would.
+
+    Raises:
+        ValueError: If it can't be parsed or contradicts itself.
+    """
+    from ..config import UloRLConfig
+    from .training import parse
+
+    if not path.is_file():
+        raise ValueError(f"There is no file {str(path)!r}: check `--config`.")
+
+    class PlannedConfig(UloRLConfig):
+        """The configuration, whose process group is not there yet."""
+
+        @property
+        def world_size(self) -> int:
+            return num_processes
+
+    try:
+        return parse(["--config", str(path), *arguments, "--use_cpu", "true"], PlannedConfig)
+    except (TypeError, OSError) as error:
+        raise ValueError(f"`--config` ({path}) can't be parsed: {error}") from error
 
 
 # --------------------------------------------------------------------------------------------------- launch and model
@@ -151,7 +163,9 @@ def read_launch(path: Path | None, num_processes: int | None) -> Launch:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"`--launch` ({path}) can't be read ({error}). Pass a file of `accelerate config`.") from error
+        raise ValueError(
+            f"`--launch` ({path}) can't be read ({error}). Pass a file of `accelerate config`."
+        ) from error
     if not isinstance(values, dict):
         raise ValueError(f"`--launch` ({path}) holds no settings. Pass a file of `accelerate config`.")
     kind, deepspeed = values.get("distributed_type", "NO"), values.get("deepspeed_config") or {}
@@ -162,7 +176,9 @@ def read_launch(path: Path | None, num_processes: int | None) -> Launch:
         if "offload" in name and value not in ("none", None, False)
     ]
     if offload:
-        raise ValueError(f"`--launch` ({path}) sets {offload}: memory of a host in the place of a device is not planned for.")
+        raise ValueError(
+            f"`--launch` ({path}) sets {offload}: memory of a host in the place of a device is not planned for."
+        )
     backends = {("DEEPSPEED", 2): "zero2", ("DEEPSPEED", 3): "zero3", ("FSDP", 2): "fsdp2"}
     version = deepspeed.get("zero_stage") if kind == "DEEPSPEED" else fsdp.get("fsdp_version")
     backend = "ddp" if kind in ("NO", "MULTI_GPU") else backends.get((kind, version))
@@ -252,7 +268,9 @@ def _count(module: Any, *, trained_only: bool = False) -> int:
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def run_sizes(args: UloRLConfig, config: Any, dtype: str | None, adapter: int | None, prompt_length: int | None) -> Run:
+def run_sizes(
+    args: UloRLConfig, config: Any, dtype: str | None, adapter: int | None, prompt_length: int | None
+) -> Run:
     """Return the sizes that memory depends on.
 
     Raises:
@@ -362,8 +380,9 @@ def memory_rows(plan: RecipePlan) -> dict[str, float]:
         "buffers of the update": memory.state.buffers,
         f"activations of {plan.run.rows_per_micro_batch} x {plan.run.max_tokens:,} tokens": memory.activations,
     }
+    if memory.gathered:
+        rows["whole weights, while rollouts decode"] = memory.gathered
     if plan.run.engine == "transformers":
-        rows["whole weights while it decodes"] = memory.gathered
         rows[f"keys and values of {plan.run.decode_batch_size} sequences"] = memory.kv_cache
     elif plan.run.engine == "vllm":
         rows["vLLM's share, keys and values included"] = memory.engine

@@ -150,7 +150,9 @@ def model_init_kwargs(
     training_args: UloRLConfig,
     model_args: ModelConfig,
     rope_parameters: dict[str, Any] | str | None = None,
-    load_config: Callable[[str, str], Any] = lambda name, revision: AutoConfig.from_pretrained(name, revision=revision),
+    load_config: Callable[[str, str], Any] = lambda name, revision: AutoConfig.from_pretrained(
+        name, revision=revision
+    ),
 ) -> dict[str, Any]:
     """Merge the model arguments into those of the configuration, such as the recipes' rope parameters.
 
