@@ -14,6 +14,7 @@ from trl.trainer import grpo_trainer
 from trl_ulorl import checks
 from trl_ulorl.checks import check_model_limit, check_vllm
 from trl_ulorl.rollout.vllm import SegmentVLLM, _position_overrides, replaced_vllm_generation
+from trl_ulorl.rollout.vllm_server import rotary_fault
 
 
 def test_what_is_wrapped_in_trl_is_there():
@@ -146,3 +147,36 @@ def test_a_prompt_beyond_vllms_limit_is_refused():
         assert text in str(caught.value)
     for text in ("Raise `vllm_max_model_length`", "to the longest prompt plus `max_completion_length`"):
         assert text in str(caught.value)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}
+ON_SERVER = "(rotary_emb): {}(head_size=16, rotary_dim=16, max_position_embeddings={}, base={}, is_neox_style=True)"
+
+
+@pytest.mark.parametrize(
+    ("server", "overrides", "wanted", "fault"),
+    [
+        (("RotaryEmbedding", 1024, 1e6), {}, {"rope_type": "default", "rope_theta": 1e6}, None),
+        (("YaRNScalingRotaryEmbedding", 256, 1e6), {"rope_parameters": YARN}, YARN, None),
+        (("YaRNScalingRotaryEmbedding", 256, 1000000), "a function", YARN, None),
+        (("RotaryEmbedding", 256, 1e6), {}, YARN, "rotary positions of the kind RotaryEmbedding"),
+        (("YaRNScalingRotaryEmbedding", 256, 1e6), {}, {"rope_type": "default", "rope_theta": 1e6}, "YaRN"),
+        (("YaRNScalingRotaryEmbedding", 512, 1e6), {}, YARN, "an original length of 512 positions"),
+        (("YaRNScalingRotaryEmbedding", 256, 1e4), {}, YARN, "base 10000"),
+        (
+            ("YaRNScalingRotaryEmbedding", 256, 1e6),
+            {"rope_parameters": {**YARN, "factor": 2.0}},
+            YARN,
+            "a factor of 2.0",
+        ),
+        (("LinearScalingRotaryEmbedding", 256, 1e6), {}, {"rope_type": "default", "rope_theta": 1e6}, "Linear"),
+    ],
+)
+def test_a_servers_rotary_embedding_is_compared_with_the_policys(server, overrides, wanted, fault):
+    found = rotary_fault(ON_SERVER.format(*server), overrides, wanted)
+    assert (found is None) if fault is None else (fault in found)
+
+
+def test_positions_of_another_kind_are_not_compared():
+    assert rotary_fault("VocabParallelEmbedding(embedding_dim=4)", {}, YARN) is None
+    assert rotary_fault(ON_SERVER.format("RotaryEmbedding", 1024, 1e6), {}, None) is None

@@ -4,7 +4,16 @@ import json
 import subprocess
 import sys
 
-from vllm_helpers import environment_of_a_process, needs_vllm
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm_helpers import TOLERANCE, environment_of_a_process, needs_vllm
+
+from trl_ulorl.data.arithmetic import embedded_model_path
+from trl_ulorl.evaluation.engines import EvaluationSettings, build_engine, load_config, load_tokenizer
+from trl_ulorl.positions import extended_positions
+from trl_ulorl.rollout.engine import DecodeRequest
 
 pytestmark = needs_vllm
 
@@ -33,3 +42,33 @@ def test_the_figures_of_the_transformers_engine_and_a_restart(tmp_path):
     again = evaluate(output)
     assert samples.read_text().startswith("".join(lines[:150]))
     assert again["num_samples"] == 4 and len(again["problems"]) == 64
+
+
+def test_yarn_reaches_the_engine():
+    folder = str(embedded_model_path())
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    settings = EvaluationSettings(
+        folder, 4, top_p=1.0, top_k=0, engine="vllm", batch_size=4, dtype="float32", rope_parameters=json.dumps(yarn)
+    )
+    config, tokenizer = load_config(settings), load_tokenizer(settings)
+    assert config.max_position_embeddings == 1024
+    engine, end = build_engine(settings, config, tokenizer, Accelerator(cpu=True), max_model_length=1024, num_kept=0)
+    prompt = np.asarray(tokenizer("1+2-3+4=")["input_ids"], dtype=np.int32)
+    try:
+        assert engine.max_model_length == 1024
+        decoded = list(engine.decode([DecodeRequest(prompt, 100)] * 4))
+    finally:
+        end()
+    gaps = {}
+    for name, kwargs in {"yarn": extended_positions(AutoConfig.from_pretrained(folder), yarn), "own": {}}.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs)
+        gaps[name] = max(gap_of(model, prompt, each) for each in decoded)
+    assert gaps["yarn"] < TOLERANCE < gaps["own"], gaps
+
+
+def gap_of(model, prompt, decoded):
+    ids = torch.from_numpy(np.concatenate([prompt, decoded.token_ids]).astype(np.int64))[None]
+    with torch.no_grad():
+        logps = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1] / 0.85, dim=-1)
+    own = logps.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    return float(np.abs(own - decoded.per_token_logps).max())

@@ -199,6 +199,14 @@ def test_a_model_of_another_shape(fake, tmp_path, inspection):
         connect(fake.base_url, tmp_path)
 
 
+def test_other_rotary_positions(fake, tmp_path):
+    fake.inspection += (
+        " RotaryEmbedding(head_size=16, rotary_dim=16, max_position_embeddings=512, base=5.0, is_neox_style=True)"
+    )
+    with pytest.raises(ValueError, match=r"base 5, .*`--hf-overrides` '\{\"rope_parameters\": \{"):
+        connect(fake.base_url, tmp_path)
+
+
 def test_a_server_for_short_sequences(fake, tmp_path):
     fake.model_config["max_model_len"] = 64
     with pytest.raises(ValueError, match="--max-model-len"):

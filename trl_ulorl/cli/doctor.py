@@ -120,6 +120,7 @@ class _Data:
     eval_problems: int = field(default=256)
     eval_k: int = field(default=4)
     engine: str | None = field(default=None)
+    rope_parameters: dict | str | None = field(default=None)  # type: ignore[type-arg]
 
 
 def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
@@ -141,7 +142,8 @@ def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
         _arguments(options, folder, torch.accelerator.is_available())
     )
     model_name = options.model or model_args.model_name_or_path or str(embedded_model_path())
-    args.model_init_kwargs = model_init_kwargs(args, model_args)
+    model_args.model_name_or_path = model_name
+    args.model_init_kwargs = model_init_kwargs(args, model_args, data.rope_parameters)
     tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")
     rows = _prompts(data, max(options.problems, args.groups_per_batch), is_chat=tokenizer.chat_template is not None)
 

@@ -92,6 +92,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument(
         *_names("--batch_size"), type=_count, default=32, help="answers that decode together (default: 32)"
     )
+    engine.add_argument(
+        *_names("--rope_parameters"),
+        metavar="JSON",
+        help="YaRN for more positions, in transformers' spelling (default: the model's own)",
+    )
     engine.add_argument(*_names("--model_revision"), metavar="NAME", help="branch, tag or commit on the Hub")
     engine.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="of the weights"
@@ -179,6 +184,7 @@ def _prepared(options: argparse.Namespace) -> tuple[OtherRun | None, Dataset, Ev
         },
         dtype=options.dtype,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        rope_parameters=options.rope_parameters,
     )
     tokenizer = load_tokenizer(settings)
     if tokenizer.chat_template is not None or options.instruction:

@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..planner import Figures
+    from .recipe import RecipePlan
 
 _DESCRIPTION = """
-Simulate the schedules of training, the same code, on a model of your rollout engine, and print speed and price of each:
-TRL's own way, 1, 2, 4 and 8 segments, and the continuous schedule with slots for 1, 2 and 3 batches.
+With --config add up what a training configuration's step is and takes in memory. With lengths and an engine simulate the schedules of training, the same code, on a model of your rollout engine, and print speed and price of each:
+TRL's own way, 1, 2, 4 and 8 segments, and the continuous schedule with slots for 1, 2 and 3 batches. Options of training
+may follow --config.
 """
 _EXAMPLE = """
+example: a recipe on GPUs of 80 GB
+  trl-ulorl plan --config examples/configs/qwen3_4b_128k.yaml --launch examples/accelerate_configs/zero3.yaml --gpu-gib 79
+
 example: 64k outputs of which half end before 15k, on an engine whose decode step takes 20 ms and 10 us per sequence
   trl-ulorl plan --max-completion-length 65536 --median 15144 --sigma 1 --step-seconds 0.02 --sequence-seconds 1e-5
 """
@@ -35,13 +40,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the parser."""
     parser = commands.add_parser(
         "plan",
-        help="compare schedules in simulation",
+        help="what a configuration takes, and how fast each schedule would be",
         description=_DESCRIPTION,
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_training_options=True)
+    recipe = parser.add_argument_group("a training configuration")
+    recipe.add_argument(
+        "--config", type=Path, metavar="FILE", help="as `trl-ulorl train` takes it; its sizes are taken below too"
+    )
+    recipe.add_argument("--launch", type=Path, metavar="FILE", help="accelerate's launch file (default: plain DDP)")
+    recipe.add_argument(
+        "--num-processes", type=_count, metavar="N", help="processes, one per GPU (default: the launch file's, or 1)"
+    )
+    recipe.add_argument("--gpu-gib", type=_positive, metavar="GIB", help="memory of a GPU; colocated vLLM needs it")
+
     lengths = parser.add_argument_group("lengths of completions, in tokens: a file, or a log-normal distribution")
     lengths.add_argument(
         "--lengths", type=Path, metavar="FILE", help="list of lengths, histogram, or the rollouts.jsonl of a training"
@@ -52,19 +67,25 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     lengths.add_argument(
         "--max-completion-length",
         type=partial(_whole, least=2),
-        required=True,
         metavar="TOKENS",
-        help="limit; the rest is truncated",
+        help="limit; the rest is truncated (default: the configuration's)",
     )
     lengths.add_argument(
-        "--prompt-length", type=_count_or_zero, default=0, metavar="TOKENS", help="of each prompt (default: 0)"
+        "--prompt-length",
+        type=_count_or_zero,
+        metavar="TOKENS",
+        help="of each prompt (default: 0; in a configuration's memory 2,048)",
     )
 
     batch = parser.add_argument_group("batch")
     batch.add_argument(
-        "--num-generations", type=partial(_whole, least=2), default=8, help="rollouts per prompt (default: 8)"
+        "--num-generations",
+        type=partial(_whole, least=2),
+        help="rollouts per prompt (default: the configuration's, or 8)",
     )
-    batch.add_argument("--groups-per-batch", type=_count, default=128, help="prompts per step (default: 128)")
+    batch.add_argument(
+        "--groups-per-batch", type=_count, help="prompts per step (default: an engine's of the configuration, or 128)"
+    )
     batch.add_argument(
         "--mixed-frac", type=_share, default=1.0, help="share of groups with differing rewards (default: 1)"
     )
@@ -139,14 +160,25 @@ _ratio = partial(_number, least=1)
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code; what fails after the input was read is raised."""
     try:
-        workload = _read_workload(options)
-        engine = _read_engine(options)
-        _check_pairs(options)
+        _check_output(options)
+        recipe = _read_recipe(options)
+        is_simulated = recipe is None or _asks_for_simulation(options)
+        if is_simulated:
+            workload = _read_workload(options)
+            engine = _read_engine(options)
+            _check_pairs(options)
     except ValueError as error:
         sys.stderr.write(f"trl-ulorl plan: {error}\n")
         return 2
-    plan = _simulated(options, workload, engine)
-    sys.stdout.write(_report(plan))
+    plan: dict[str, Any] = {}
+    if recipe is not None:
+        from .recipe import report
+
+        plan["recipe"] = recipe.to_dict()
+        sys.stdout.write(report(recipe) + ("\n" if is_simulated else ""))
+    if is_simulated:
+        plan.update(_simulated(options, workload, engine))
+        sys.stdout.write(_report(plan))
     if options.output is not None:
         options.output.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -163,8 +195,62 @@ def _check_pairs(options: argparse.Namespace) -> None:
             f"`--update-share` ({options.update_share:g}) and `--update-seconds` ({options.update_seconds:g}) are both "
             "given, and state the same in two ways. Leave one of them out."
         )
+
+
+def _check_output(options: argparse.Namespace) -> None:
     if options.output is not None and not options.output.resolve().parent.is_dir():
         raise ValueError(f"`--output` ({options.output}) lies in a folder that does not exist. Make the folder first.")
+
+
+def _read_recipe(options: argparse.Namespace) -> RecipePlan | None:
+    """Return the plan of the configuration, if there is one, and take over what a simulation needs of it."""
+    sizes = {"max_completion_length": None, "num_generations": 8, "groups_per_batch": 128, "prompt_length": 0}
+    recipe = None
+    if options.config is None:
+        given = [
+            f"`--{name.replace('_', '-')}`"
+            for name in ("launch", "num_processes", "gpu_gib")
+            if getattr(options, name)
+        ]
+        if given or options.training_options:
+            raise ValueError(
+                f"{', '.join([*given, *options.training_options])} go with a training configuration, but none is given. Pass "
+                "`--config FILE.yaml`, or check the spelling."
+            )
+        if options.max_completion_length is None:
+            raise ValueError(
+                "`--max-completion-length` is missing: longer outputs are cut there. Pass it, or a configuration in "
+                "`--config`."
+            )
+    else:
+        from .recipe import plan_recipe
+
+        twice = [name for name in ("max_completion_length", "num_generations") if getattr(options, name) is not None]
+        if twice:
+            raise ValueError(
+                f"`--{twice[0].replace('_', '-')}` and `--config` both say how long or how many outputs are. Leave it out, or "
+                f"change the configuration with `--{twice[0]}`."
+            )
+        recipe = plan_recipe(options)
+        engines = recipe.sizes["engines"]
+        sizes = {
+            "max_completion_length": recipe.run.max_completion_length,
+            "num_generations": recipe.run.num_generations,
+            "groups_per_batch": max(1, recipe.run.groups_per_batch // engines),
+            "prompt_length": 0,
+            "kv_bytes_per_token": float(recipe.memory.kv_bytes_per_token),
+        }
+        if recipe.memory.kv_tokens is not None:
+            sizes["kv_gib"] = recipe.memory.kv_tokens * recipe.memory.kv_bytes_per_token / 2**30
+    for name, value in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return recipe
+
+
+def _asks_for_simulation(options: argparse.Namespace) -> bool:
+    names = ("lengths", "median", "step_seconds", "decode_curve", "measure")
+    return any(getattr(options, name) is not None for name in names)
 
 
 def _read_workload(options: argparse.Namespace) -> dict[str, Any]:

@@ -50,6 +50,12 @@ class ScriptArguments:
         default=None,
         metadata={"help": "What decodes the rollouts: 'transformers' or 'vllm'. None: as `use_vllm` says."},
     )
+    rope_parameters: dict | str | None = field(  # type: ignore[type-arg]
+        default=None,
+        metadata={
+            "help": "YaRN for more positions, as JSON in transformers' spelling; the model's rope_theta is kept."
+        },
+    )
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, ProgressCallback
+from transformers import AutoConfig, AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .. import UloRLConfig, UloRLTrainer
 from ..data.arithmetic import arithmetic_dataset, embedded_model_path
 from ..evaluation import EvaluationCallback
 from ..evaluation.problems import LOADERS, as_messages, load_problems, load_rows
+from ..positions import check_complete, extended_positions
 from ..progress import RolloutProgress
 from .inputs import load_reward
 from .summary import finish
@@ -52,15 +54,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def parse(arguments: list[str]) -> tuple[ScriptArguments, UloRLConfig, ModelConfig]:
+def parse(
+    arguments: list[str], config_class: type[UloRLConfig] = UloRLConfig
+) -> tuple[ScriptArguments, UloRLConfig, ModelConfig]:
     """Parse options and configuration file.
+
+    Args:
+        arguments: As in `main`.
+        config_class: What the training arguments become.
 
     Raises:
         ValueError: If they contradict each other.
     """
     if not torch.accelerator.is_available() and "--use_cpu" not in arguments:
         arguments = [*arguments, "--use_cpu", "true"]
-    parser = TrlParser((ScriptArguments, UloRLConfig, ModelConfig))  # type: ignore[arg-type]
+    parser = TrlParser((ScriptArguments, config_class, ModelConfig))  # type: ignore[arg-type]
     script_args, training_args, model_args = parser.parse_args_and_config(with_engine(arguments))
     if script_args.engine not in (None, "vllm" if training_args.use_vllm else "transformers"):
         raise ValueError(
@@ -92,7 +100,7 @@ def build(
     tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")
     train, held_out = load_data(script_args, training_args.seed, is_chat=tokenizer.chat_template is not None)
     reward = load_reward(script_args.reward)
-    training_args.model_init_kwargs = model_init_kwargs(training_args, model_args)
+    training_args.model_init_kwargs = model_init_kwargs(training_args, model_args, script_args.rope_parameters)
     trainer = UloRLTrainer(
         model=model_name,
         reward_funcs=reward,
@@ -138,14 +146,41 @@ def load_data(script_args: ScriptArguments, seed: int, *, is_chat: bool) -> tupl
     return train, as_messages(held_out) if is_chat else held_out
 
 
-def model_init_kwargs(training_args: UloRLConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """Merge the model arguments into those of the configuration, such as the recipes' rope parameters."""
-    kwargs = {
+def model_init_kwargs(
+    training_args: UloRLConfig,
+    model_args: ModelConfig,
+    rope_parameters: dict[str, Any] | str | None = None,
+    load_config: Callable[[str, str], Any] = lambda name, revision: AutoConfig.from_pretrained(
+        name, revision=revision
+    ),
+) -> dict[str, Any]:
+    """Merge the model arguments into those of the configuration, such as the recipes' rope parameters.
+
+    Args:
+        training_args: Its `model_init_kwargs` win.
+        model_args: Of the command line.
+        rope_parameters: YaRN's, completed from the model's own configuration.
+        load_config: Returns that, for the name and revision of a model.
+
+    Raises:
+        ValueError: If rope parameters are incomplete, or given twice.
+    """
+    kwargs: dict[str, Any] = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         **cast(dict[str, Any], training_args.model_init_kwargs or {}),
     }
+    check_complete(kwargs)
+    if rope_parameters is not None:
+        clashes = sorted({"rope_parameters", "max_position_embeddings"} & kwargs.keys())
+        if clashes:
+            raise ValueError(
+                f"`rope_parameters` ({rope_parameters}) and `model_init_kwargs` ({clashes} in it) are both given, and state the "
+                "same in two ways. Leave one of them out; `--model_init_kwargs` takes the place of a recipe's."
+            )
+        config = load_config(model_args.model_name_or_path or str(embedded_model_path()), model_args.model_revision)
+        kwargs.update(extended_positions(config, rope_parameters))
     return {name: value for name, value in kwargs.items() if value is not None}
 
 

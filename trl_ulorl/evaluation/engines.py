@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from ..positions import extended_positions
 from ..rollout.engine import SegmentEngine
 from ..rollout.transformers import TransformersEngine
 
@@ -34,6 +35,7 @@ class EvaluationSettings:
         seed: Of the sampling.
         dtype: Of the weights; "auto" as they were saved.
         gpu_memory_utilization: Share of the GPU's memory for vLLM.
+        rope_parameters: YaRN in the place of the model's own rope parameters, as JSON: see `extended_positions`.
     """
 
     model: str
@@ -48,6 +50,7 @@ class EvaluationSettings:
     seed: int = 0
     dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
+    rope_parameters: str | None = None
 
     def __post_init__(self) -> None:
         if self.engine == "vllm" and self.revision is not None:
@@ -58,12 +61,15 @@ class EvaluationSettings:
 
 
 def load_config(settings: EvaluationSettings) -> Any:
-    """Load a model's configuration.
+    """Load a model's configuration, with the positions of the settings.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or the rope parameters don't fit it.
     """
-    return _loaded(AutoConfig, settings)
+    config = _loaded(AutoConfig, settings)
+    if settings.rope_parameters is not None:
+        config.get_text_config().update(extended_positions(config, settings.rope_parameters))
+    return config
 
 
 def load_tokenizer(settings: EvaluationSettings) -> PreTrainedTokenizerBase:
@@ -141,7 +147,7 @@ def build_engine(
         engine = ColocatedEngine(generation, sync_weights=lambda: None, eos_token_ids=eos_token_ids)
         return engine, generation.shutdown
     model = cast(Any, AutoModelForCausalLM).from_pretrained(
-        settings.model, revision=settings.revision, dtype=settings.dtype
+        settings.model, config=config, revision=settings.revision, dtype=settings.dtype
     )
     model = model.to(accelerator.device).eval()
     pad_token_id = cast(int, eos_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

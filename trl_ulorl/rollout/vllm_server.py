@@ -112,7 +112,7 @@ class ServedVLLM(VLLMGeneration):
         config = self.vllm_client.get_server_info()
         settings = config["model_config"]
         self._check_logprobs_mode(settings["logprobs_mode"])
-        self._check_model(settings["model"])
+        self._check_model(settings["model"], settings.get("hf_overrides"))
         if settings["max_model_len"] <= self.max_completion_length:
             raise ValueError(
                 f"The vLLM server at {self.base_url} was started for sequences of {settings['max_model_len']} tokens, "
@@ -132,8 +132,8 @@ class ServedVLLM(VLLMGeneration):
                 "it with `--logprobs-mode processed_logprobs`."
             )
 
-    def _check_model(self, name: str) -> None:
-        """Compare shapes, not names: trainer and server may see one model under different paths."""
+    def _check_model(self, name: str, overrides: Any) -> None:
+        """Compare shapes and rotary embeddings, not names: trainer and server may see one model under different paths."""
         (description, *_) = self._post("/collective_rpc", {"method": "get_model_inspection"})["results"]
         policy = self.model.config.get_text_config()
         for what, pattern, expected in (
@@ -153,6 +153,14 @@ class ServedVLLM(VLLMGeneration):
                     f"policy ({self.model.name_or_path!r}) has {expected}: its weights would not fit. Restart the "
                     "server with the policy's model."
                 )
+        wanted = getattr(policy, "rope_parameters", None)
+        fault = rotary_fault(description, overrides, wanted)
+        if fault is not None:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} has {fault}, but the policy's `rope_parameters` are {wanted}: the two would "
+                "see the same tokens at other positions. Restart the server with `--hf-overrides` "
+                f"'{json.dumps({'rope_parameters': wanted, 'max_position_embeddings': policy.max_position_embeddings})}'."
+            )
 
     def _current_instance_id(self) -> str:
         info = self._get("/server_info?config_format=json")
@@ -238,6 +246,33 @@ class ServedVLLM(VLLMGeneration):
                 return content
         except urllib.error.HTTPError as error:
             raise OSError(f"HTTP {error.code}: {error.read().decode(errors='replace')}") from error
+
+
+def rotary_fault(description: str, overrides: Any, wanted: dict[str, Any] | None) -> str | None:
+    """Return in what a server's rotary embedding differs from the policy's, as far as the server tells.
+
+    It tells its class, base and original length; YaRN's factor only where it was started with `--hf-overrides`.
+
+    Args:
+        description: The server's model, as vLLM prints it.
+        overrides: The server's `--hf-overrides`.
+        wanted: The policy's `rope_parameters`.
+    """
+    found = re.search(r"(\w*RotaryEmbedding)\([^)]*max_position_embeddings=(\d+), base=([\d.e+]+)", description)
+    if found is None or not wanted or "rope_type" not in wanted:
+        return None  # another kind of positions, or other ones for each kind of layer
+    kind, original, base = found[1], int(found[2]), float(found[3])
+    if base != wanted["rope_theta"]:
+        return f"rotary positions of base {base:g}"
+    is_yarn, rope_type = kind == "YaRNScalingRotaryEmbedding", wanted["rope_type"]
+    if is_yarn != (rope_type == "yarn") or (rope_type == "default" and kind != "RotaryEmbedding"):
+        return f"rotary positions of the kind {kind}"
+    if is_yarn and original != wanted["original_max_position_embeddings"]:
+        return f"an original length of {original} positions"
+    given = overrides.get("rope_parameters") if isinstance(overrides, dict) else None
+    if is_yarn and given and given.get("factor") != wanted["factor"]:
+        return f"a factor of {given.get('factor')}"
+    return None
 
 
 def restarted_message(base_url: str) -> str:
