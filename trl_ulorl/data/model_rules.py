@@ -227,7 +227,8 @@ def _rewritten(row: LeftRow, text: str | None, settings: ChunkSettings) -> tuple
         return [event(rule, "dropped", failed, row.texts, new)], None
     after = (judged.question, judged.answer)
     prompt = read_prompt(row.values["prompt"])
-    line = row_line({**row.values, "prompt": prompt.to_messages(judged.question), "answer": judged.answer})
+    others = {name: cell for name, cell in row.values.items() if name not in ("prompt", "answer")}
+    line = row_line(prompt.to_messages(judged.question), judged.answer, others)
     return [event(rule, "changed", f"{reason}; rewritten by the model", row.texts, after)], line
 
 
