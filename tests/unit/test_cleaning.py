@@ -354,7 +354,7 @@ FILES = {
         (["nothing.jsonl"], "is empty"),
         (["header.csv"], "with at least one row"),
         (["none.jsonl"], "check the path"),
-        (["."], "must be a file that ends in"),
+        (["."], "can't be read"),
         (["text.txt"], "must be a file that ends in"),
         (["nobody/nothing"], "can't be read"),
         (["good.jsonl", "--against", "none.jsonl"], "check the path"),

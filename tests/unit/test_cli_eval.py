@@ -85,7 +85,7 @@ def test_problems_are_known_by_their_text():
         (lines(ROWS), ["--prompt_column", "task"], "no 'task' for the questions"),
         (lines(ROWS), ["--answer_column", "gold"], "no 'gold' for the reference answers"),
         (lines([{"text": "1+1=", "answer": "2"}]), [], "Name the one that holds them"),
-        (lines([{"problem": "1+1="}]), [], "no `answer` or `solution`"),
+        (lines([{"problem": "1+1="}]), [], "one of `answer`, `final_answer`"),
         (
             lines([*ROWS, {"problem": "1+3=", "answer": None}, {"problem": "1+4=", "answer": " "}]),
             [],
