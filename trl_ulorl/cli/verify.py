@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     with _lines(options.output) as lines:
         for case, verdict in _judged(cases, is_lenient=not options.strict):
             case = case | {"verdict": _value(verdict.equivalent), "stage": verdict.stage}
-            lines.write(json.dumps(case) + "\n")
+            lines.write(json.dumps(case, default=str) + "\n")
             judged.append(verdict)
     if options.output:
         _part(options.output).replace(options.output)
