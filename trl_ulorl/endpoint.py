@@ -236,9 +236,10 @@ class Endpoint:
                         answer = await self._answer(client, request)
                 except kinds as error:
                     failures[self._reason(error)] += 1
-                    in_a_row += 1
-                    is_refused = isinstance(error, openai.APIStatusError) and error.status_code in _REFUSALS
-                    if is_refused or in_a_row >= _MAX_FAILURES_ON_END:
+                    status = error.status_code if isinstance(error, openai.APIStatusError) else None
+                    # A request that is refused by itself, such as one with too long a prompt, says nothing of the others.
+                    in_a_row += status is None or status >= 500 or status == 429
+                    if status in _REFUSALS or in_a_row >= _MAX_FAILURES_ON_END:
                         is_stopped.set()
                 else:
                     in_a_row = 0
@@ -248,9 +249,12 @@ class Endpoint:
         async with self._settings.client() as client:
             workers = [asyncio.create_task(work()) for _ in range(self._settings.concurrency)]
             stopping = asyncio.create_task(_until(is_stopped))
-            await asyncio.wait([asyncio.gather(*workers), stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*workers, stopping):
-                task.cancel()
+            working = asyncio.gather(*workers)
+            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()  # raises what is no failure of the endpoint
+            working.cancel()
+            stopping.cancel()
             await asyncio.gather(*workers, stopping, return_exceptions=True)
         if failures and (num_left := len(requests) - num_answered - failures.total()):
             failures["not asked any more"] += num_left

@@ -102,6 +102,13 @@ def test_what_fails_is_asked_for_again_by_the_same_command(server, folder, capsy
     assert len(set(seeds)) == 8  # a repeated request has the seed that it had
 
 
+def test_requests_that_are_refused_one_by_one_do_not_end_the_run(server, folder):
+    server.script.extend([400] * 20)
+    with pytest.raises(EndpointError, match=r"20 of 64 requests .* have no answer: 20 x BadRequestError"):
+        evaluate(server, "--k", "16", "--batch_size", "1")
+    assert len((folder / "run.samples.jsonl").read_text().splitlines()) == 1 + 44
+
+
 def test_a_hiccup_is_not_noticed(server, folder):
     server.script.extend([503, None, 429])
     assert evaluate(server) == 0
