@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that speaks as much of OpenAI's chat API as a judge needs, and fails as it is told to."""
+"""A real HTTP server on loopback that speaks as much of OpenAI's API as the package needs, and fails as it is told to."""
 
 import json
 import threading
@@ -9,7 +9,9 @@ MODEL = "judge-1"
 
 
 class JudgeServer:
-    """Answers chats with what a function of the messages returns.
+    """Answers chats with what a function of the messages returns, and texts with what it returns for these.
+
+    A function that returns a pair says why the answer ended, too: "stop" or "length". Tokens are words.
 
     Attributes:
         script: What happens to the next requests, one entry each: an HTTP status, `"hang"`, `"trickle"` (a byte now and
@@ -67,6 +69,12 @@ class _Handler(BaseHTTPRequestHandler):
             with server.lock:
                 server.num_open -= 1
 
+    def do_GET(self):
+        if self.path == "/v1/models":
+            self.send_json(200, json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}))
+        else:
+            self.send_json(404, json.dumps({"error": {"message": f"There is no {self.path}."}}))
+
     def respond(self, event, body):
         server = self.judge_server
         if event == "hang":
@@ -86,11 +94,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_json(event, json.dumps({"error": {"message": f"refused {self.headers['Authorization']}"}}))
         elif isinstance(event, str):
             self.send_json(200, event)
-        elif self.path != "/v1/chat/completions" or body["model"] != MODEL:
+        elif self.path not in ("/v1/chat/completions", "/v1/completions") or body["model"] != MODEL:
             self.send_json(404, json.dumps({"error": {"message": f"The model `{body['model']}` does not exist."}}))
         else:
             server.released.wait(server.delay)
-            self.send_json(200, chat_completion(server.answer(body["messages"])))
+            self.send_json(200, completion(server.answer(body.get("messages") or body["prompt"]), "prompt" in body))
 
     def send_json(self, status, text):
         payload = text.encode()
@@ -101,7 +109,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(payload)
 
 
-def chat_completion(content):
-    message = {"role": "assistant", "content": content}
-    choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    return json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]})
+def completion(answer, is_plain=False):
+    content, reason = answer if isinstance(answer, tuple) else (answer, "stop")
+    said = {"text": content} if is_plain else {"message": {"role": "assistant", "content": content}}
+    length = len(content.split()) if isinstance(content, str) else 0
+    return json.dumps(
+        {
+            "id": "1",
+            "object": "text_completion" if is_plain else "chat.completion",
+            "created": 0,
+            "model": MODEL,
+            "choices": [{"index": 0, "finish_reason": reason, **said}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": length, "total_tokens": 1 + length},
+        }
+    )

@@ -310,6 +310,28 @@ def test_evaluation_sets_need_no_answers():
     assert len(list(questions(EVALUATION))) == 6
 
 
+@pytest.mark.parametrize(
+    ("name", "folder"), [("aime_2025", "math-ai/aime25"), ("beyond_aime", "ByteDance-Seed/BeyondAIME")]
+)
+def test_evaluation_sets_by_their_short_names(tmp_path, monkeypatch, name, folder):
+    """With the Hub's files in a folder of the same name, which `load_dataset` takes first."""
+    (tmp_path / folder).mkdir(parents=True)
+    leaked = "Find the sum of all integer bases $b>9$ for which $17_b$ is a divisor of $97_b.$"
+    write_lines(tmp_path / folder / "test.jsonl", [{"problem": leaked, "answer": "70"}])
+    monkeypatch.chdir(tmp_path)
+    write_lines(
+        tmp_path / "mine.jsonl",
+        [
+            {"problem": leaked.replace("Find", "Compute"), "answer": "70"},
+            {"problem": "Find $1+1$.", "answer": "2"},
+        ],
+    )
+    assert main(["clean", "mine.jsonl", "--output", "out", "--against", name]) == 0
+    first, second = read_lines(tmp_path / "out" / "audit.jsonl")
+    assert (first["rule"], first["action"], second["action"]) == ("leakage", "dropped", "kept")
+    assert f"{name}[0]" in first["reason"]
+
+
 def test_every_split_of_an_evaluation_set_is_read(monkeypatch):
     splits = {"train": Dataset.from_dict({"problem": ["a"]}), "test": Dataset.from_dict({"question": ["b", "c"]})}
     monkeypatch.setattr("datasets.load_dataset", lambda name, config, *, split, streaming: DatasetDict(splits))
@@ -354,7 +376,7 @@ FILES = {
         (["nothing.jsonl"], "is empty"),
         (["header.csv"], "with at least one row"),
         (["none.jsonl"], "check the path"),
-        (["."], "must be a file that ends in"),
+        (["."], "can't be read"),
         (["text.txt"], "must be a file that ends in"),
         (["nobody/nothing"], "can't be read"),
         (["good.jsonl", "--against", "none.jsonl"], "check the path"),
@@ -416,7 +438,7 @@ def test_rows_without_an_answer_are_in_the_audit(tmp_path, capsys):
 def options():
     commands = next(action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     return {
-        (action.option_strings or [action.metavar])[-1]: action
+        (action.option_strings or [action.metavar])[0]: action
         for action in commands.choices["clean"]._actions
         if action.dest != "help"
     }

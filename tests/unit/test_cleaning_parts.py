@@ -75,6 +75,21 @@ def test_similarity_by_hand():
     assert similarity(features("$x$"), features("Find $x$.")) == 1  # nothing but the formula
 
 
+@pytest.mark.parametrize(
+    ("end", "is_told"),
+    [
+        (r"The result of the integral should be \( \frac{1}{3} \).", True),
+        (r"Your final answer should equal $1/3$", False),  # another spelling is no proof that it is told
+        ("The answer should be an integer.", False),
+        (r"The value of $a$ should be $\dfrac13$, and $x$ should be real.", False),
+        (r"The answer should be \( \frac13 \) of the length.", False),
+    ],
+)
+def test_a_question_that_tells_its_answer(end, is_told):
+    finding = proof(rf"Evaluate \( \int_0^1 x^2 dx \). {end}", r"\dfrac{1}{3}")
+    assert (finding is not None and finding.reason == "it tells its own answer" and finding.needs_model) is is_told
+
+
 words = st.lists(
     st.sampled_from(["sum", "root", "prime", "area", "graph", "circle", "digit", "number", "square", "point"]),
     min_size=1,

@@ -47,6 +47,55 @@ def test_benchmarks_by_name(tmp_path, monkeypatch, name, folder):
     assert (loaded["prompt"], loaded["answer"]) == (["1+1=", "1+2="], ["2", "3"])
 
 
+SHAPES = {
+    "DAPO-Math-17k": {
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+    },
+    "DeepMath": {"question": "1+1=", "final_answer": "2", "difficulty": 1.0},
+    "OpenR1-Math": {"problem": "1+1=", "solution": "One and one: $2$.", "answer": "2"},
+    "AIME": {"ID": "2024-I-1", "problem": "1+1=", "answer": 2},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_column_shapes_that_need_no_mapping(tmp_path, name, suffix):
+    path = tmp_path / f"mine.{suffix}"
+    rows = Dataset.from_list([SHAPES[name]])
+    {"jsonl": rows.to_json, "parquet": rows.to_parquet}[suffix](path)
+    (row,) = load_problems(str(path))
+    assert (as_messages(Dataset.from_list([row]))[0]["prompt"], str(row["answer"])) == (
+        [{"content": "1+1=", "role": "user"}],
+        "2",
+    )
+    assert "reward_model" not in SHAPES[name] or row["reward_model"]["style"] == "rule"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_training_reads_the_same_shapes(tmp_path, name):
+    from trl_ulorl.cli.train import ScriptArguments
+    from trl_ulorl.cli.training import load_data
+
+    (tmp_path / "mine.jsonl").write_text(lines([SHAPES[name]]))
+    script = ScriptArguments(dataset_name=str(tmp_path / "mine.jsonl"), eval_problems=0)
+    rows, held_out = load_data(script, 0, is_chat=True)
+    assert held_out is None and rows[0]["prompt"] == [{"content": "1+1=", "role": "user"}]
+    assert str(rows[0].get("answer", rows[0].get("solution"))) == "2" or name == "OpenR1-Math"
+
+
+def test_training_with_the_verifier_needs_references(tmp_path):
+    from trl_ulorl.cli.train import ScriptArguments
+    from trl_ulorl.cli.training import load_data
+
+    (tmp_path / "mine.jsonl").write_text(lines([{"prompt": "1+1="}]))
+    script = ScriptArguments(dataset_name=str(tmp_path / "mine.jsonl"), eval_problems=0)
+    with pytest.raises(ValueError, match=r"reference answers\. Name the one that holds them"):
+        load_data(script, 0, is_chat=False)
+    script.reward = "my_module:f"
+    assert load_data(script, 0, is_chat=False)[0].column_names == ["prompt"]
+
+
 def test_columns_that_are_named(tmp_path):
     (tmp_path / "mine.jsonl").write_text(lines([{"prompt": "no", "answer": "no", "task": "1+1=", "gold": 2}]))
     loaded = load_problems(str(tmp_path / "mine.jsonl"), prompt_column="task", answer_column="gold")
@@ -85,7 +134,7 @@ def test_problems_are_known_by_their_text():
         (lines(ROWS), ["--prompt_column", "task"], "no 'task' for the questions"),
         (lines(ROWS), ["--answer_column", "gold"], "no 'gold' for the reference answers"),
         (lines([{"text": "1+1=", "answer": "2"}]), [], "Name the one that holds them"),
-        (lines([{"problem": "1+1="}]), [], "no `answer` or `solution`"),
+        (lines([{"problem": "1+1="}]), [], "one of `answer`, `final_answer`"),
         (
             lines([*ROWS, {"problem": "1+3=", "answer": None}, {"problem": "1+4=", "answer": " "}]),
             [],

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from datasets import Dataset
 
 from trl_ulorl.cli import main, peers
 
@@ -67,6 +68,21 @@ def test_bad_input(content, message, tmp_path, capsys):
     path.write_text(content, encoding="utf-8")
     assert main(["verify", str(path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "parquet"])
+def test_other_files(suffix, tmp_path, capsys):
+    rows = Dataset.from_list([{"prediction": r"\boxed{1/2}", "reference": "0.5"}] * 2)
+    path = tmp_path / f"cases.{suffix}"
+    {"json": rows.to_json, "csv": rows.to_csv, "parquet": rows.to_parquet}[suffix](path)
+    assert main(["verify", str(path)]) == 0
+    assert [line["verdict"] for line in read(capsys.readouterr().out)] == [1, 1]
+
+
+def test_other_files_that_are_none(tmp_path, capsys):
+    (tmp_path / "cases.parquet").write_text("no parquet")
+    assert main(["verify", str(tmp_path / "cases.parquet")]) == 2
+    assert "can't be read" in capsys.readouterr().err
 
 
 def test_bad_paths(cases, tmp_path, capsys):

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .inputs import add_engine, read_endpoint
 from .plan import _count, _count_or_zero, _number, _positive
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ is interrupted, start it again: it goes on where it stopped.
 """
 _EXAMPLE = """
 examples
-  trl-ulorl clean BytedTsinghua-SIA/DAPO-Math-17k --output outputs/clean --against aime_2025.jsonl
+  trl-ulorl clean BytedTsinghua-SIA/DAPO-Math-17k --output outputs/clean --against aime_2025 beyond_aime
   trl-ulorl clean problems.jsonl --output outputs/clean --model Qwen/Qwen3-4B --engine vllm
 """
 
@@ -71,7 +72,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         nargs="+",
         default=[],
         metavar="SET",
-        help="evaluation sets, files or Hub names, that must not leak",
+        help="evaluation sets that must not leak: aime_2025, beyond_aime, files, Hub names",
     )
 
     models = parser.add_argument_group("models")
@@ -87,8 +88,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     models.add_argument(
         "--rewrite_model", metavar="MODEL", help="rewrite what no rule can turn into short-answer form"
     )
-    models.add_argument(
-        "--engine", choices=("transformers", "vllm"), default="transformers", help="(default: transformers)"
+    add_engine(
+        models,
+        default="transformers",
+        help="in this process, or an endpoint that serves the models (default: transformers)",
+        has_endpoint=True,
     )
     models.add_argument(
         "--instruction", metavar="TEXT", help="added to questions to answer (default: reason, and box the answer)"
@@ -144,6 +148,7 @@ def _settings(options: argparse.Namespace) -> CleaningSettings:
             seed=options.seed,
             sampling=SamplingSettings(
                 engine=options.engine,
+                endpoint=read_endpoint(options),
                 temperature=options.temperature,
                 top_p=options.top_p,
                 top_k=options.top_k,

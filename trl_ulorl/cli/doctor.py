@@ -13,16 +13,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from .inputs import add_engine
 from .plan import _count
 
 if TYPE_CHECKING:
     from ..doctor import Check
     from ..trainer import UloRLTrainer
+    from .train import ScriptArguments
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--model", metavar="MODEL", help="path or name on the Hub (default: the configuration's, or embedded)"
     )
-    parser.add_argument(
-        "--engine", choices=("transformers", "vllm"), help="what decodes (default: the configuration's)"
-    )
+    add_engine(parser, help="what decodes (default: the configuration's)")
     parser.add_argument("--problems", type=_count, default=32, help="prompts to decode (default: 32)")
     parser.add_argument("--tokens", type=_count, default=256, help="most tokens of an output here (default: 256)")
     parser.add_argument(
@@ -107,40 +106,19 @@ def _finite(value: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- the patient
 
 
-@dataclass
-class _Data:
-    """What examples/train_qwen3.py takes besides the configuration; only the prompts are used here."""
-
-    dataset_name: str = field(default="arithmetic")
-    dataset_config: str | None = field(default=None)
-    dataset_split: str = field(default="train")
-    reward: str = field(default="verifier")
-    num_train_problems: int = field(default=20_000)
-    eval_dataset_name: str | None = field(default=None)
-    eval_problems: int = field(default=256)
-    eval_k: int = field(default=4)
-    engine: str | None = field(default=None)
-    rope_parameters: dict | str | None = field(default=None)  # type: ignore[type-arg]
-
-
 def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
     """Build the trainer that the configuration describes, with prompts but without the real rewards."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import torch
     from transformers import AutoTokenizer
-    from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+    from trl import get_peft_config, get_quantization_config
 
-    from ..config import UloRLConfig
     from ..data.arithmetic import embedded_model_path
     from ..trainer import UloRLTrainer
-    from .training import model_init_kwargs
+    from .training import model_init_kwargs, parse
 
     if options.config is not None and not options.config.is_file():
         raise ValueError(f"There is no file {str(options.config)!r}: check `--config`.")
-    parser = TrlParser(cast(Any, (_Data, UloRLConfig, ModelConfig)))
-    data, args, model_args = parser.parse_args_and_config(
-        _arguments(options, folder, torch.accelerator.is_available())
-    )
+    data, args, model_args = parse(_arguments(options, folder))
     model_name = options.model or model_args.model_name_or_path or str(embedded_model_path())
     model_args.model_name_or_path = model_name
     args.model_init_kwargs = model_init_kwargs(args, model_args, data.rope_parameters)
@@ -162,7 +140,7 @@ def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
     )
 
 
-def _arguments(options: argparse.Namespace, folder: str, has_accelerator: bool) -> list[str]:
+def _arguments(options: argparse.Namespace, folder: str) -> list[str]:
     """Return the arguments of training: the configuration's, those given, and what an examination changes."""
     given = list(options.training_options)
     arguments = [] if options.config is None else ["--config", str(options.config)]
@@ -171,10 +149,8 @@ def _arguments(options: argparse.Namespace, folder: str, has_accelerator: bool) 
             if f"--{name}" not in given:
                 arguments += [f"--{name}", str(value)]
     arguments += given
-    if not has_accelerator and "--use_cpu" not in given:
-        arguments += ["--use_cpu", "true"]
     if options.engine is not None:
-        arguments += ["--use_vllm", str(options.engine == "vllm")]
+        arguments += ["--engine", options.engine]
     return [
         *arguments,
         "--output_dir",
@@ -188,15 +164,12 @@ def _arguments(options: argparse.Namespace, folder: str, has_accelerator: bool) 
     ]
 
 
-def _prompts(data: _Data, num_rows: int, *, is_chat: bool) -> Any:
+def _prompts(data: ScriptArguments, num_rows: int, *, is_chat: bool) -> Any:
     from ..data.arithmetic import arithmetic_dataset
-    from ..evaluation.problems import LOADERS, as_messages, load_rows
+    from ..evaluation.problems import as_messages, load_rows
 
     if data.dataset_name == "arithmetic":
         return arithmetic_dataset(num_rows, seed=0, split="train")
-    path = Path(data.dataset_name)
-    if path.suffix in LOADERS and not path.is_file():
-        raise ValueError(f"There is no file {data.dataset_name!r}: check `dataset_name`.")
     rows = load_rows(data.dataset_name, config=data.dataset_config, split=data.dataset_split)
     rows = rows.select(range(min(num_rows, len(rows)))).select_columns(["prompt"])
     return as_messages(rows) if is_chat else rows

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .inputs import load_reward
+from .inputs import add_engine, load_reward, read_endpoint
 from .plan import _count, _count_or_zero, _positive, _share
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from ..endpoint import EndpointSettings
     from ..evaluation.report import OtherRun
+    from ..evaluation.served import ServedEvaluation
     from ..evaluation.standalone import Evaluation
 
 _DESCRIPTION = """
@@ -26,6 +28,8 @@ _EXAMPLE = """
 examples: the paper's evaluation, and a comparison of another model with it
   trl-ulorl eval --model Qwen/Qwen3-4B --dataset aime_2025 --output base.json --engine vllm
   trl-ulorl eval --model outputs/mine --dataset aime_2025 --output mine.json --engine vllm --compare base.json
+a model that `vllm serve Qwen/Qwen3-4B` serves
+  trl-ulorl eval --model Qwen/Qwen3-4B --dataset aime_2025 --output base.json --engine endpoint --base_url http://localhost:8000/v1
 """
 
 
@@ -40,7 +44,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--model", required=True, help="folder or Hub name; 'embedded' is the package's own")
+    parser.add_argument(
+        "--model", required=True, help="folder, Hub or endpoint's name; 'embedded' is the package's own"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json", help="where the result goes")
     parser.add_argument(
         "--compare", type=Path, metavar="OTHER.json", help="result to test against, problem by problem"
@@ -56,10 +62,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     data.add_argument(*_names("--dataset_config"), metavar="NAME", help="configuration of a Hub data set")
     data.add_argument(*_names("--dataset_split"), default="test", metavar="NAME", help="its split (default: test)")
     data.add_argument(
-        *_names("--prompt_column"), metavar="NAME", help="of the questions (default: prompt, problem or question)"
+        *_names("--prompt_column"), metavar="NAME", help="of the questions (default: the first usual name)"
     )
     data.add_argument(
-        *_names("--answer_column"), metavar="NAME", help="of the references (default: answer or solution)"
+        *_names("--answer_column"), metavar="NAME", help="of the references, a.b for a nested one (default: likewise)"
     )
     data.add_argument(*_names("--num_problems"), type=_count, metavar="N", help="only the first N problems")
     data.add_argument(
@@ -86,8 +92,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sampling.add_argument("--seed", type=_count_or_zero, default=0, help="(default: 0)")
 
     engine = parser.add_argument_group("engine")
+    add_engine(
+        engine,
+        default="transformers",
+        help="in this process, or an endpoint that serves the model (default: transformers)",
+        has_endpoint=True,
+    )
     engine.add_argument(
-        "--engine", choices=("transformers", "vllm"), default="transformers", help="(default: transformers)"
+        "--api", choices=("chat", "completions"), default="chat", help="what the endpoint is asked for (default: chat)"
     )
     engine.add_argument(
         *_names("--batch_size"), type=_count, default=32, help="answers that decode together (default: 32)"
@@ -143,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prepared(options: argparse.Namespace) -> tuple[OtherRun | None, Dataset, Evaluation]:
+def _prepared(options: argparse.Namespace) -> tuple[OtherRun | None, Dataset, Evaluation | ServedEvaluation]:
     """Read all input, before a model is loaded."""
     num_samples = options.k if options.num_samples is None else options.num_samples
     if options.k > num_samples:
@@ -158,6 +170,7 @@ def _prepared(options: argparse.Namespace) -> tuple[OtherRun | None, Dataset, Ev
     if not 0 < options.top_p <= 1:
         raise ValueError(f"`--top_p` ({options.top_p:g}) must be above 0: no token would be left. 1 is no limit.")
 
+    endpoint = read_endpoint(options)
     from ..data.arithmetic import embedded_model_path
     from ..evaluation.engines import EvaluationSettings, load_tokenizer
     from ..evaluation.problems import as_messages, load_problems, problem_ids
@@ -174,6 +187,12 @@ def _prepared(options: argparse.Namespace) -> tuple[OtherRun | None, Dataset, Ev
         needs_answers=options.reward == "verifier",
         num_problems=options.num_problems,
     )
+    labels = {name: getattr(options, name) for name in ("dataset", "dataset_config", "dataset_split", "reward")}
+    if endpoint is not None:
+        problems, served = _served(options, problems, endpoint, labels)
+        if other is not None:
+            other.check(problem_ids(problems))
+        return other, problems, served
     settings = EvaluationSettings(
         model=embedded_model_path() if options.model == "embedded" else options.model,
         num_samples=num_samples,
@@ -191,5 +210,32 @@ def _prepared(options: argparse.Namespace) -> tuple[OtherRun | None, Dataset, Ev
         problems = as_messages(problems, options.instruction)
     if other is not None:
         other.check(problem_ids(problems))
-    labels = {name: getattr(options, name) for name in ("dataset", "dataset_config", "dataset_split", "reward")}
     return other, problems, Evaluation(problems, settings, options.output, tokenizer, labels)
+
+
+def _served(
+    options: argparse.Namespace, problems: Dataset, endpoint: EndpointSettings, labels: dict[str, Any]
+) -> tuple[Dataset, ServedEvaluation]:
+    from ..evaluation.problems import as_messages
+    from ..evaluation.served import ServedEvaluation, ServedSettings
+
+    settings = ServedSettings(
+        model=options.model,
+        num_samples=options.k if options.num_samples is None else options.num_samples,
+        **{
+            name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "max_completion_length", "seed")
+        },
+    )
+    if options.api == "chat":
+        problems = as_messages(problems, options.instruction)
+    elif options.instruction:
+        raise ValueError(
+            f"`--instruction` ({options.instruction!r}) goes into a user message, but `--api completions` continues texts as "
+            "they are. Write it into the problems, or ask for chat completions."
+        )
+    elif not isinstance(problems[0]["prompt"], str):
+        raise ValueError(
+            "The prompts are lists of messages, but `--api completions` continues texts. Ask for chat completions, or pass "
+            "prompts as texts."
+        )
+    return problems, ServedEvaluation(problems, settings, endpoint, options.output, labels)

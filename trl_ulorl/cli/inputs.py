@@ -2,10 +2,113 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from .plan import _count_or_zero, _positive
+
+if TYPE_CHECKING:
+    from ..endpoint import EndpointSettings
+
+ENGINES = ("transformers", "vllm")  # in this process
+ENDPOINT = "endpoint"
+
+
+def add_engine(
+    group: argparse._ActionsContainer, *, help: str, default: str | None = None, has_endpoint: bool = False
+) -> None:
+    """Add `--engine` to a command, and the options of an endpoint where it can ask one."""
+    engines = (*ENGINES, ENDPOINT) if has_endpoint else ENGINES
+    group.add_argument("--engine", choices=engines, default=default, help=help)
+    if not has_endpoint:
+        return
+    group.add_argument(
+        *_spellings("--base_url"), metavar="URL", help="of the endpoint, which speaks OpenAI's API, up to and with /v1"
+    )
+    group.add_argument(
+        *_spellings("--api_key_env"),
+        metavar="NAME",
+        help="environment variable with the endpoint's key (default: none)",
+    )
+    group.add_argument(
+        *_spellings("--timeout_seconds"),
+        type=_positive,
+        default=3600.0,
+        metavar="S",
+        help="longest wait for an answer of the endpoint (default: 3600)",
+    )
+    group.add_argument(
+        *_spellings("--max_retries"),
+        type=_count_or_zero,
+        default=4,
+        metavar="N",
+        help="further tries of a request to the endpoint (default: 4)",
+    )
+    group.add_argument(
+        *_spellings("--extra_body"), metavar="JSON", help="further fields of each request to the endpoint"
+    )
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return name, "--" + name[2:].replace("_", "-")
+
+
+def read_endpoint(options: argparse.Namespace) -> EndpointSettings | None:
+    """Return where the endpoint is that `--engine endpoint` asks, or None for another engine.
+
+    Raises:
+        ValueError: If its options make no sense, or are given for another engine.
+    """
+    if options.engine != ENDPOINT:
+        if options.base_url is not None:
+            raise ValueError(
+                f"`--base_url` ({options.base_url}) is where an endpoint is, but `--engine` is {options.engine!r}, which runs in "
+                "this process. Pass `--engine endpoint`, or leave the address out."
+            )
+        return None
+    if options.base_url is None:
+        raise ValueError(
+            "`--engine endpoint` needs `--base_url`, the address of a server that speaks OpenAI's API, such as "
+            "http://localhost:8000/v1 of `vllm serve`. Pass it."
+        )
+    from ..endpoint import EndpointSettings
+
+    return EndpointSettings(
+        base_url=options.base_url,
+        api_key_env=options.api_key_env,
+        timeout_seconds=options.timeout_seconds,
+        max_retries=options.max_retries,
+        concurrency=options.batch_size,
+        extra_body=_read_object("--extra_body", options.extra_body),
+    )
+
+
+def _read_object(option: str, text: str | None) -> dict[str, Any]:
+    try:
+        value = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"`{option}` ({text}) is no JSON ({error}). Pass an object such as '{{\"top_k\": -1}}'."
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(  # noqa: TRY004 - the type is the text's
+            f"`{option}` ({text}) must be a JSON object. Pass one such as '{{\"top_k\": -1}}'."
+        )
+    return value
+
+
+def with_use_vllm(arguments: list[str]) -> list[str]:
+    """Add the `--use_vllm` that `--engine` stands for: training's configuration is checked as it is made."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_engine(parser, help="")
+    engine = parser.parse_known_args(arguments)[0].engine
+    if engine is None or any(each.partition("=")[0] == "--use_vllm" for each in arguments):
+        return arguments  # said already; a contradiction is refused where all are parsed
+    return [*arguments, "--use_vllm", str(engine == "vllm")]
 
 
 def load_reward(name: str) -> Any:

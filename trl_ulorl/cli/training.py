@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,12 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .. import UloRLConfig, UloRLTrainer
 from ..data.arithmetic import arithmetic_dataset, embedded_model_path
+from ..data.sources import is_local
 from ..evaluation import EvaluationCallback
-from ..evaluation.problems import LOADERS, as_messages, load_problems, load_rows
+from ..evaluation.problems import as_messages, load_problems, load_rows, with_answer_column
 from ..positions import check_complete, extended_positions
 from ..progress import RolloutProgress
-from .inputs import load_reward
+from .inputs import load_reward, with_use_vllm
 from .summary import finish
 from .train import ScriptArguments
 
@@ -44,8 +44,8 @@ def main(arguments: list[str]) -> int:
     if trainer.accelerator.is_main_process:
         finish(trainer, evaluation)
     # A model card links its data set on the Hub, where a file or the embedded task is not to be found.
-    is_local = script_args.dataset_name == "arithmetic" or Path(script_args.dataset_name).suffix in LOADERS
-    dataset_name = None if is_local else script_args.dataset_name
+    is_on_hub = script_args.dataset_name != "arithmetic" and not is_local(script_args.dataset_name)
+    dataset_name = script_args.dataset_name if is_on_hub else None
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset_name)
     else:
@@ -69,23 +69,13 @@ def parse(
     if not torch.accelerator.is_available() and "--use_cpu" not in arguments:
         arguments = [*arguments, "--use_cpu", "true"]
     parser = TrlParser((ScriptArguments, config_class, ModelConfig))  # type: ignore[arg-type]
-    script_args, training_args, model_args = parser.parse_args_and_config(with_engine(arguments))
+    script_args, training_args, model_args = parser.parse_args_and_config(with_use_vllm(arguments))
     if script_args.engine not in (None, "vllm" if training_args.use_vllm else "transformers"):
         raise ValueError(
             f"`engine` ({script_args.engine!r}) contradicts `use_vllm` ({training_args.use_vllm}): in a configuration file "
             "set only `use_vllm`."
         )
     return script_args, training_args, model_args
-
-
-def with_engine(arguments: list[str]) -> list[str]:
-    """Add the `--use_vllm` that `--engine` stands for: the configuration is checked as it is made."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--engine", choices=("transformers", "vllm"))
-    engine = parser.parse_known_args(arguments)[0].engine
-    if "--use_vllm" in arguments:
-        return arguments  # said already; a contradiction is refused below
-    return arguments if engine is None else [*arguments, "--use_vllm", str(engine == "vllm")]
 
 
 def build(
@@ -136,6 +126,8 @@ def load_data(script_args: ScriptArguments, seed: int, *, is_chat: bool) -> tupl
         held_out_name = held_out_name or "arithmetic"  # its test problems are the same for every seed
     else:
         train = load_rows(name, config=script_args.dataset_config, split=script_args.dataset_split)
+        if script_args.reward == "verifier" and "solution" not in train.column_names:
+            train = with_answer_column(train, name)
         train = as_messages(train) if is_chat else train
     if held_out_name is None or not script_args.eval_problems:
         return train, None

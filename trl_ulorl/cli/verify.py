@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..rewards import Verdict
 
 _DESCRIPTION = """
-Compare outputs with references by rules: each line of the input holds `prediction`, a model's whole output, and
+Compare outputs with references by rules: each row of the input holds `prediction`, a model's whole output, and
 `reference`, a short answer or a solution that ends in one. The same lines come out with `verdict` (1 equal, 0 different,
 null not decided) and `stage` (what decided). The exit code is 0 whatever the verdicts are.
 """
@@ -37,7 +37,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("cases", type=Path, metavar="CASES.jsonl", help="lines with `prediction` and `reference`")
+    parser.add_argument(
+        "cases",
+        type=Path,
+        metavar="CASES.jsonl",
+        help="rows with `prediction` and `reference`; or .json, .parquet, .csv",
+    )
     parser.add_argument(
         "--output", type=Path, metavar="OUT.jsonl", help="write the judged lines there (default: standard output)"
     )
@@ -64,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     with _lines(options.output) as lines:
         for case, verdict in _judged(cases, is_lenient=not options.strict):
             case = case | {"verdict": _value(verdict.equivalent), "stage": verdict.stage}
-            lines.write(json.dumps(case) + "\n")
+            lines.write(json.dumps(case, default=str) + "\n")
             judged.append(verdict)
     if options.output:
         _part(options.output).replace(options.output)
@@ -88,32 +93,20 @@ def _lines(path: Path | None) -> Any:
 
 
 def _read_cases(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"`{path}` can't be read ({error}). Pass a JSON Lines file in UTF-8.") from error
-    cases = [
-        _read_case(line, f"`{path}` line {number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()
-    ]
+    from ..data.sources import read_objects
+
+    cases = [_checked(case, place) for place, case in read_objects(path)]
     if not cases:
         raise ValueError(f"`{path}` has no lines: there is nothing to judge. Write one JSON object per line.")
     return cases
 
 
-def _read_case(line: str, place: str) -> dict[str, Any]:
-    try:
-        case = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place} is no JSON ({error}). Write one object per line.") from error
-    if not isinstance(case, dict):
-        raise ValueError(  # noqa: TRY004 - the type is the file's, not the caller's
-            f"{place} is {type(case).__name__}, not an object. Write `prediction` and `reference` into one."
-        )
+def _checked(case: dict[str, Any], place: str) -> dict[str, Any]:
     for name, types in (("prediction", str), ("reference", (str, int, float))):
         if name not in case:
             raise ValueError(f"{place} has no `{name}`: an output is compared with its reference. Rename yours to it.")
         if not isinstance(case[name], types):
-            raise ValueError(  # noqa: TRY004 - as above
+            raise ValueError(  # noqa: TRY004 - the type is the file's, not the caller's
                 f"{place} has `{name}` of type {type(case[name]).__name__}: it must be text"
                 f"{' or a number' if name == 'reference' else ''}. Convert it."
             )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .chunks import KEPT
 from .duplicates import KIND_CONTRADICTION, KIND_NEAR, KIND_NONE, KIND_SAME, Rows
 
@@ -43,25 +45,22 @@ def write_deduplicated(folder: Path, rows: Rows, fates: Any, answers: Mapping[in
         answers: By place the answers of contradicted questions.
         num_chunks: How many there are.
     """
-    numbers = rows.column("row")
+    numbers, offsets, lengths = (rows.column(name) for name in ("row", "offset", "length"))
     with (folder / "kept.jsonl").open("wb") as kept, (folder / "audit.jsonl").open("wb") as audit:
         for chunk in range(num_chunks):
             here = slice(int(rows.starts[chunk]), int(rows.starts[chunk + 1]))
-            content = (folder / f"rows-{chunk}.jsonl").read_bytes()
+            content = memoryview((folder / f"rows-{chunk}.jsonl").read_bytes())
             log = (folder / f"audit-{chunk}.jsonl").read_bytes()
-            if not (fates["kind"][here] != KIND_NONE).any():
-                kept.write(content)
-                audit.write(log)
-                continue
             dropped: dict[int, dict[str, Any]] = {}
-            for place, line in enumerate(content.splitlines(keepends=True), start=here.start):
-                if fates["kind"][place] == KIND_NONE:
-                    kept.write(line)
-                else:
-                    dropped[int(numbers[place])] = _duplicate_event(
-                        fates[place], numbers, answers.get(place, ""), line
-                    )
-            audit.writelines(_with_drops(log.splitlines(keepends=True), dropped))
+            end = 0
+            for place in (here.start + np.flatnonzero(fates["kind"][here] != KIND_NONE)).tolist():
+                start, length = int(offsets[place]), int(lengths[place])
+                kept.write(content[end:start])
+                end = start + length
+                line = bytes(content[start:end])
+                dropped[int(numbers[place])] = _duplicate_event(fates[place], numbers, answers.get(place, ""), line)
+            kept.write(content[end:])
+            audit.writelines(_with_drops(log, dropped))
 
 
 def _duplicate_event(fate: Any, numbers: Any, answers: str, line: bytes) -> dict[str, Any]:
@@ -80,22 +79,20 @@ def _duplicate_event(fate: Any, numbers: Any, answers: str, line: bytes) -> dict
     return {"rule": rule, "action": "dropped", "reason": reason, "before": before, "after": None}
 
 
-def _with_drops(lines: Iterable[bytes], dropped: Mapping[int, dict[str, Any]]) -> Iterator[bytes]:
-    """Replace the fates of dropped rows: a "kept" or "pending" goes, a "changed" stays and is followed."""
-    last: int | None = None
-    for line in lines:
-        row = _row_of(line)
-        if last is not None and row != last:
-            yield _line(last, dropped[last])
-            last = None
-        if row in dropped:
-            last = row
-            if b'"action": "changed"' in line[:200]:
-                yield line
-        else:
-            yield line
-    if last is not None:
-        yield _line(last, dropped[last])
+def _with_drops(log: bytes, dropped: Mapping[int, dict[str, Any]]) -> Iterator[bytes]:
+    """Replace the fates of dropped rows, ascending: a "kept" or "pending" goes, a "changed" stays and is followed."""
+    end = 0
+    for row, entry in dropped.items():
+        head = b'{"row": %d,' % row
+        start = end if log.startswith(head, end) else log.index(b"\n" + head, end) + 1
+        yield log[end:start]
+        end = start
+        while log.startswith(head, end):
+            start, end = end, log.index(b"\n", end) + 1
+            if b'"action": "changed"' in _head(log[start:end]):
+                yield log[start:end]
+        yield _line(row, entry)
+    yield log[end:]
 
 
 def _row_of(line: bytes) -> int:
@@ -209,13 +206,19 @@ def summarize(audit: Path, rules: Iterable[str]) -> Summary:
     """
     summary = Summary(counts={name: Counter() for name in RULES if name in set(rules)})
     draw = random.Random(0)
-    kept_tail = KEPT.format(row=0).encode().partition(b",")[2]
-    with audit.open("rb") as file:
-        for _, lines in _by_row(file):
-            summary.rows += 1
-            if lines[0].partition(b",")[2] == kept_tail:
+    kept_tail = KEPT.format(row=0).encode().partition(b",")[2]  # no text ends so: it stands in quotes
+
+    def found() -> Iterator[bytes]:
+        for line in file:
+            if line.endswith(kept_tail):
+                summary.rows += 1
                 summary.kept += 1
-                continue
+            else:
+                yield line
+
+    with audit.open("rb") as file:
+        for _, lines in _by_row(found()):
+            summary.rows += 1
             entries = [json.loads(line) for line in lines]
             is_dropped = entries[-1]["action"] == "dropped"
             summary.kept += not is_dropped

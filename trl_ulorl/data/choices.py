@@ -150,11 +150,10 @@ def multiple_choice(question: str, answer: str) -> Finding | None:
     """
     choices = find_choices(question)
     if choices is None:
-        named = _NAMED.fullmatch(" ".join(answer.split()))
         if (
-            named
+            mentions(question.lower(), "option", "choi", "choose")
+            and (named := _NAMED.fullmatch(" ".join(answer.split())))
             and not named["text"]
-            and mentions(question.lower(), "option", "choi", "choose")
             and _CHOOSE.search(question)
         ):
             return Finding(f"it asks to choose, but has no options to read ({answer})", needs_model=True)

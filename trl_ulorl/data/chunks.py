@@ -9,12 +9,15 @@ A chunk is a fixed range of rows. Its files in the working folder are
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from json.encoder import encode_basestring as _quoted
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +160,10 @@ class ChunkCleaner:
         Raises:
             ValueError: If a cell is no question or answer, or JSON can't hold it.
         """
-        rows = table.to_pylist()
+        with _without_cycle_search():
+            return self._clean(number, first_row, table.to_pylist())
+
+    def _clean(self, number: int, first_row: int, rows: list[dict[str, Any]]) -> int:
         results: list[tuple[bytes | None, Judged]] = []
         for place, row in enumerate(rows, start=first_row):
             try:
@@ -198,9 +204,8 @@ class ChunkCleaner:
         )
         if judged.fate == "dropped":
             return None, judged
-        out = {"prompt": _messages(value, prompt, judged.question), "answer": judged.answer}
-        out.update((name, cell) for name, cell in row.items() if name not in self._taken)
-        return row_line(out), judged
+        others = {name: cell for name, cell in row.items() if name not in self._taken}
+        return row_line(_messages(value, prompt, judged.question), judged.answer, others), judged
 
     def _drop_leaked(self, results: list[tuple[bytes | None, Judged]], words: Sequence[Features]) -> None:
         if self._leakage is None:
@@ -229,6 +234,18 @@ class ChunkCleaner:
         os.replace(temporary, self._folder / name)
 
 
+@contextmanager
+def _without_cycle_search() -> Iterator[None]:
+    """Spare the search for reference cycles: a chunk makes a million objects and no cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _messages(value: Any, prompt: Prompt, question: str) -> list[dict[str, Any]]:
     """Return the conversation; one that no rule changed stays as it was, up to what follows the question."""
     if question == prompt.question and isinstance(value, list):
@@ -241,16 +258,33 @@ def _last_content(messages: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _audit_line(row: int, entry: dict[str, Any]) -> str:
-    return json.dumps({"row": row, **entry}, ensure_ascii=False) + "\n"
+    return f'{{"row": {row}, {_ENCODER.encode(entry)[1:]}\n'
 
 
-def row_line(row: Mapping[str, Any]) -> bytes:
+def row_line(messages: Sequence[Mapping[str, Any]], answer: str, others: Mapping[str, Any]) -> bytes:
     """Write a row of kept.jsonl.
+
+    Args:
+        messages: Its prompt.
+        answer: Its reference.
+        others: Its other columns.
 
     Raises:
         TypeError: If JSON can't hold a cell.
     """
-    return (_ENCODER.encode(row) + "\n").encode("utf-8", errors="surrogatepass")
+    # Put together from parts: an encoder makes itself ready for every object anew, which takes longer than most rows.
+    is_plain = len(messages) == 1 and tuple(messages[0]) == ("role", "content") and type(messages[0]["content"]) is str
+    prompt = (
+        f'[{{"role": {_encoded(messages[0]["role"])}, "content": {_quoted(messages[0]["content"])}}}]'
+        if is_plain
+        else _ENCODER.encode(messages)
+    )
+    ends = "".join([f", {_quoted(name)}: {_encoded(cell)}" for name, cell in others.items()])
+    return f'{{"prompt": {prompt}, "answer": {_quoted(answer)}{ends}}}\n'.encode("utf-8", "surrogatepass")
+
+
+def _encoded(value: Any) -> str:
+    return _quoted(value) if type(value) is str else _ENCODER.encode(value)
 
 
 def _plain(value: Any) -> Any:

@@ -117,7 +117,7 @@ def clean(settings: CleaningSettings, output: Path, *, num_proc: int = 1) -> aud
         evaluation_problems=tuple(_evaluation_problems(settings.against)),
     )
     for name in settings.models.names:
-        models.read_tokenizer_and_config(name)  # rather than after an hour
+        models.check_model(name, settings.models.sampling)  # rather than after an hour
     work = output / PARTIAL
     with _locked(output):
         with _removed_on_bad_input(work):
@@ -147,12 +147,23 @@ def _identity(settings: CleaningSettings, rows: Any) -> str:
     files = [_stamp(name) for name in (settings.source, *settings.against)]
     fingerprint = None if settings.streaming or Path(settings.source).is_file() else rows._fingerprint
     values = {"format": _FORMAT, "chunk_rows": chunks.CHUNK_ROWS, "files": files, "fingerprint": fingerprint}
-    return json.dumps({**values, **asdict(settings)}, sort_keys=True)
+    return json.dumps({**values, **_described(settings)}, sort_keys=True)
 
 
-def _stamp(name: str) -> tuple[str, int, int] | str:
+def _described(settings: CleaningSettings) -> dict[str, Any]:
+    """Return the settings that results depend on: where a served model is and how long it may take is none of them."""
+    values = asdict(settings)
+    sampling = values["models"]["sampling"]
+    if (endpoint := sampling.pop("endpoint")) is not None:
+        sampling["extra_body"] = endpoint["extra_body"]
+    return values
+
+
+def _stamp(name: str) -> list[tuple[str, int, int]] | str:
     path = Path(name)
-    return (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else name
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    stats = [(str(each.resolve()), each.stat()) for each in files if each.is_file()]
+    return [(place, stat.st_size, stat.st_mtime_ns) for place, stat in stats] or name
 
 
 def _prepare(work: Path, identity: str) -> None:
@@ -296,7 +307,7 @@ def _check_conservation(work: Path, summary: audit.Summary) -> None:
 def _publish(
     work: Path, output: Path, summary: audit.Summary, settings: CleaningSettings, columns: sources.Columns
 ) -> None:
-    values = {**summary.to_json(), "columns": asdict(columns), "settings": asdict(settings)}
+    values = {**summary.to_json(), "columns": asdict(columns), "settings": _described(settings)}
     (work / "summary.json").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     source = f"{settings.source}; question from {columns.prompt}, reference from {columns.answer}"
     source += f"; compared with {', '.join(settings.against)}" if settings.against else ""

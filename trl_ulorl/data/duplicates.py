@@ -148,8 +148,7 @@ def _contradict(answers: Sequence[str]) -> bool:
 
 def _find_near(rows: Rows, fates: NDArray[Any]) -> None:
     later, earlier = _candidates(rows, fates["kind"] != KIND_NONE)
-    order = np.lexsort((earlier, later))
-    for place, other in zip(later[order].tolist(), earlier[order].tolist(), strict=True):
+    for place, other in zip(later.tolist(), earlier.tolist(), strict=True):
         if fates["kind"][place] != KIND_NONE:
             continue
         for candidate in {other, int(fates["of"][other])} if fates["kind"][other] == KIND_NEAR else {other}:
@@ -162,19 +161,31 @@ def _find_near(rows: Rows, fates: NDArray[Any]) -> None:
 
 
 def _candidates(rows: Rows, is_out: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return pairs of places that share a band: each row with the first and with the last one before it."""
-    pairs = np.zeros((0, 2), dtype=np.int64)
+    """Return pairs of places that share a band, ascending: each row with the first and with the last one before it."""
+    codes = np.zeros(0, dtype=np.int64)  # of a pair: the later place times the number of rows, plus the earlier one
     for band in range(NUM_BANDS):
-        found = [pairs]
-        for group in _groups(rows.band(band), is_out):
-            found.append(np.stack([group[1:], group[:-1]], axis=1))
-            found.append(np.stack([group[2:], np.full(len(group) - 2, group[0])], axis=1))
-        pairs = np.unique(np.concatenate(found), axis=0)
-    return pairs[:, 0], pairs[:, 1]
+        found = [codes]
+        for places, firsts in _equal_keys(rows.band(band), is_out):
+            repeats = np.flatnonzero(firsts < np.arange(len(places)))
+            found += [places[repeats] * len(rows) + places[before] for before in (repeats - 1, firsts[repeats])]
+        codes = np.unique(np.concatenate(found))
+    later, earlier = np.divmod(codes, max(len(rows), 1))
+    return later, earlier
 
 
-def _groups(column: NDArray[Any], is_out: NDArray[np.bool_] | None = None) -> Iterator[NDArray[np.int64]]:
-    """Yield the places of equal keys, ascending, for each key that occurs more than once.
+def _groups(column: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
+    """Yield the places of equal keys, ascending, for each key that occurs more than once."""
+    for places, firsts in _equal_keys(column):
+        starts = np.unique(firsts[firsts < np.arange(len(places))])
+        ends = np.searchsorted(firsts, starts, side="right")
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            yield places[start:end]
+
+
+def _equal_keys(
+    column: NDArray[Any], is_out: NDArray[np.bool_] | None = None
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield places with those of equal keys side by side, ascending; and for each where the first with its key stands.
 
     Args:
         column: A key for each place, of 64 bits.
@@ -187,14 +198,8 @@ def _groups(column: NDArray[Any], is_out: NDArray[np.bool_] | None = None) -> It
         if is_out is not None:
             chosen &= ~is_out
         places = np.flatnonzero(chosen)
-        yield from _equal_keys(keys[places], places)
-
-
-def _equal_keys(keys: NDArray[np.uint64], places: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    is_same = np.concatenate([[False], ordered[1:] == ordered[:-1], [False]])
-    starts = np.flatnonzero(~is_same[:-1] & is_same[1:])
-    ends = np.flatnonzero(is_same[:-1] & ~is_same[1:]) + 1
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        yield places[order[start:end]]
+        part_keys = keys[places]
+        order = np.argsort(part_keys, kind="stable")
+        ordered = part_keys[order]
+        is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(ordered)]
+        yield places[order], np.maximum.accumulate(np.where(is_first, np.arange(len(ordered)), 0))

@@ -34,6 +34,10 @@ _CONFIRM = re.compile(
     r"(?:is\s+equal\s+to|equals|is)\s+(?P<value>[^.?!]+?)\s*(?=[.?!]?$)",
     re.IGNORECASE,
 )
+_TOLD = re.compile(
+    r"\bthe\s+(?:final\s+)?(?:result|answer|value)\b[^.?!$\\]{0,40}\sshould\s+(?:be|equal)\s+(?P<value>[^.?!]{1,60}?)\s*\.?\s*$",
+    re.IGNORECASE,
+)
 _PROVE_IS = re.compile(
     r"(?P<before>.*?)\b(?:show|prove|verify|demonstrate)\s+that\s+(?P<what>(?:the|its)\s+.+)\s+(?:is\s+equal\s+to|equals|is)\s+"
     r"(?P<value>[^.?!]{1,60}?)\s*\.?\s*$",
@@ -62,6 +66,8 @@ def proof(question: str, answer: str) -> Finding | None:
     if answer.strip(" .").casefold() in NO_ANSWER:
         return Finding(f"the reference ({answer}) stands for a proof or for nothing", needs_model=True)
     lowered = question.lower()
+    if "should" in lowered and (match := _TOLD.search(question)) and _same(match["value"], answer):
+        return Finding("it tells its own answer", needs_model=True)
     if not mentions(
         lowered,
         "prov",

@@ -19,7 +19,7 @@ from typing import Any
 from ..rewards.verify import verify_answer
 from . import audit
 from .chunks import ChunkSettings, event, judge_row, row_line
-from .models import ChatModel, EngineModel, Messages, SamplingSettings
+from .models import ChatModel, EngineModel, Messages, SamplingSettings, load_model
 from .sources import read_prompt
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -121,7 +121,7 @@ Load = Callable[[str, SamplingSettings], ChatModel]
 
 
 def apply_models(
-    folder: Path, settings: ModelSettings, chunk_settings: ChunkSettings, load: Load = EngineModel
+    folder: Path, settings: ModelSettings, chunk_settings: ChunkSettings, load: Load = load_model
 ) -> None:
     """Ask the models about the rows in the working folder, and write what follows into its files.
 
@@ -227,7 +227,8 @@ def _rewritten(row: LeftRow, text: str | None, settings: ChunkSettings) -> tuple
         return [event(rule, "dropped", failed, row.texts, new)], None
     after = (judged.question, judged.answer)
     prompt = read_prompt(row.values["prompt"])
-    line = row_line({**row.values, "prompt": prompt.to_messages(judged.question), "answer": judged.answer})
+    others = {name: cell for name, cell in row.values.items() if name not in ("prompt", "answer")}
+    line = row_line(prompt.to_messages(judged.question), judged.answer, others)
     return [event(rule, "changed", f"{reason}; rewritten by the model", row.texts, after)], line
 
 

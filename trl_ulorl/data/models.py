@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from ..endpoint import Endpoint, EndpointSettings, Request
+
 Messages = list[dict[str, Any]]
 
 
@@ -23,7 +25,8 @@ class SamplingSettings:
     """How a model is sampled; the paper's temperature, and its evaluation's top_p and top_k (section 4.1).
 
     Args:
-        engine: "transformers" or "vllm".
+        engine: "transformers", "vllm", or "endpoint".
+        endpoint: Where the models are, for "endpoint".
         temperature: Above 0.
         top_p: Share of the probability that is sampled from.
         top_k: Most tokens that are sampled from; 0 for no limit.
@@ -32,6 +35,7 @@ class SamplingSettings:
     """
 
     engine: str = "transformers"
+    endpoint: EndpointSettings | None = None
     temperature: float = 0.85
     top_p: float = 0.95
     top_k: int = 20
@@ -63,6 +67,60 @@ def read_tokenizer_and_config(name: str) -> tuple[Any, Any]:
             "model that was trained for chats, or set `chat_template`."
         )
     return tokenizer, config
+
+
+class ServedModel:
+    """A model behind an endpoint that speaks OpenAI's chat completions.
+
+    Args:
+        name: As the endpoint lists it.
+        settings: How it is sampled; `endpoint` says where it is.
+    """
+
+    def __init__(self, name: str, settings: SamplingSettings) -> None:
+        self._endpoint = Endpoint(name, cast(EndpointSettings, settings.endpoint))
+        self._fields = {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_tokens": settings.max_tokens,
+            **({"top_k": settings.top_k} if settings.top_k else {}),
+        }
+
+    def complete(self, prompts: Sequence[Messages], *, seed: int) -> list[str | None]:
+        """Return the text of each answer; None for one that is cut off.
+
+        Raises:
+            EndpointError: If some have no answer: that says nothing about the rows.
+        """
+        import numpy as np
+
+        seeds = np.random.default_rng(seed).integers(2**31, size=len(prompts)).tolist()
+        requests = [
+            Request(messages, {**self._fields, "seed": each}) for messages, each in zip(prompts, seeds, strict=True)
+        ]
+        answers = dict(self._endpoint.ask(requests))
+        return [None if answers[place].is_truncated else answers[place].text for place in range(len(prompts))]
+
+
+def load_model(name: str, settings: SamplingSettings) -> ChatModel:
+    """Load a model, or reach it, as the settings say.
+
+    Raises:
+        ValueError: If it can't be loaded.
+    """
+    return ServedModel(name, settings) if settings.engine == "endpoint" else EngineModel(name, settings)
+
+
+def check_model(name: str, settings: SamplingSettings) -> None:
+    """Check that there is such a model, without loading its weights.
+
+    Raises:
+        ValueError: If there is none, or it answers no chats.
+    """
+    if settings.endpoint is None:
+        read_tokenizer_and_config(name)
+    else:
+        Endpoint(name, settings.endpoint).check()
 
 
 class EngineModel:

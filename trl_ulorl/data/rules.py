@@ -65,6 +65,8 @@ def short_answer(question: str, answer: str) -> Finding | None:
         >>> short_answer("", r"So the sum is \boxed{43_5}.").answer
         '43_5'
     """
+    if answer.isdecimal():  # as most references are
+        return None
     short = without_wrapping(extract_reference(answer))
     if not short:
         return Finding("the reference holds no answer: its box is empty or cut off")
@@ -184,6 +186,7 @@ _DEMAND_WORDS = (
 )  # fmt: skip
 _MORE_FOLLOWS = re.compile(r"[.?!:]\s*[)$\]]*\s+\S|\n")
 _SECOND_LABEL = re.compile(r"(?<![A-Za-z0-9])(?:[bB2]|ii)[).:]")
+_SECOND_LABELS = tuple(f"{label}{end}" for label in ("b", "B", "2", "ii") for end in ").:")
 _BACK_REFERENCE = re.compile(
     r"\b(?:if\s+(?:so|it|they|yes|not)|in\s+other\s+words|that\s+is|specifically|i\.e)\b", re.IGNORECASE
 )
@@ -221,16 +224,24 @@ def multi_part(question: str, answer: str) -> Finding | None:
     match = _TWO_QUANTITIES.search(lowered) if " and " in lowered else None
     if match is not None and _ASKED_FOR.search(lowered[: match.start()]):
         return Finding(f"it asks for two quantities: {match[0]!r}")
-    # Two demands have two question marks or two words of demand; few texts have, and cutting sentences is dear.
-    may_ask_twice = text.count("?") > 1 or sum(map(lowered.count, _DEMAND_WORDS)) > 1
-    if mentions(lowered, "whether", " if ") or (may_ask_twice and _MORE_FOLLOWS.search(text)):
+    if mentions(lowered, "whether", " if ") or _may_ask_twice(text, lowered):
         return _several_demands(text, answer)
     return None
 
 
+def _may_ask_twice(text: str, lowered: str) -> bool:
+    """Whether it has two sentences, and two question marks or words of demand: few have, and cutting them is dear."""
+    return (
+        mentions(text[:-1], ".", "?", "!", ":", "\n")
+        and (text.count("?") > 1 or sum(map(lowered.count, _DEMAND_WORDS)) > 1)
+        and _MORE_FOLLOWS.search(text) is not None
+    )
+
+
 def _num_demanding_parts(text: str) -> int:
     """Count the labelled parts that ask for something, over labels that follow each other."""
-    labels = [match for match in _PART_LABEL.finditer(text)] if _SECOND_LABEL.search(text) else []
+    has_second = mentions(text, *_SECOND_LABELS) and _SECOND_LABEL.search(text)
+    labels = list(_PART_LABEL.finditer(text)) if has_second else []
     return max((_num_demands(text, labels, series) for series in _SERIES), default=0) if len(labels) > 1 else 0
 
 

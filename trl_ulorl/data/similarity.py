@@ -57,9 +57,6 @@ _TEXT_COMMANDS = frozenset(
     (r"\text", r"\textbf", r"\textit", r"\mathrm", r"\mathbf", r"\mbox", r"\operatorname", r"\rm", r"\bf")
 )
 
-# What a token is: part of the whole text only, or of its formulas, or of its words.
-_NEITHER, _FORMULA, _WORD = 0, 1, 2
-
 
 @dataclass(frozen=True, slots=True)
 class Features:
@@ -84,38 +81,45 @@ def features(question: str) -> Features:
         True
     """
     text = question if question.isascii() else question.translate(_SPELLINGS)
-    if "\\" in text or "$" in text or "~" in text:
+    if "\\" in text:
         text = _LAYOUT.sub(" ", text)
+    elif "$" in text or "~" in text:  # the same without commands, which are dear to look for
+        text = text.replace("$", " ").replace("~", " ").replace("&nbsp;", " ")
     if "{" in text:
         text = _ONE_IN_BRACES.sub(r" \1 ", text)
-    found = [_TOKENS[token] for token in _TOKEN.findall(text)]
+    if len(_ids) >= _MAX_CACHED_TOKENS:  # here, as a question's ids are looked up again below
+        for cache in (_ids, _formula_ids, _word_ids):
+            cache.clear()
+    identities = tuple(map(_ids.__getitem__, _TOKEN.findall(text)))
     return Features(
-        tuple([identity for identity, _ in found]),
-        tuple([identity for identity, kind in found if kind == _FORMULA]),
-        tuple([identity for identity, kind in found if kind == _WORD]),
+        identities,
+        tuple(filter(None, map(_formula_ids.__getitem__, identities))),
+        tuple(filter(None, map(_word_ids.__getitem__, identities))),
     )
 
 
-class _Tokens(dict[str, tuple[int, int]]):
-    """Ids and kinds of tokens, worked out at their first use."""
+class _Ids(dict[str, int]):
+    """Ids of tokens, worked out at their first use; none is 0."""
 
-    def __missing__(self, token: str) -> tuple[int, int]:
-        if len(self) >= _MAX_CACHED_TOKENS:
-            self.clear()
+    def __missing__(self, token: str) -> int:
         known = _SAME_TOKEN.get(token, token)
+        is_word = is_formula = False
         if len(known) > 1 and known[0].isalpha():
             known = known.lower()
-            kind = _NEITHER if known in _EMPTY_WORDS else _WORD
-        elif known in _LAYOUT_TOKENS or known in _TEXT_COMMANDS or known in "aAI":
-            kind = _NEITHER
+            is_word = known not in _EMPTY_WORDS
         else:
-            kind = _FORMULA
-        entry = (int.from_bytes(blake2b(known.encode(), digest_size=7).digest(), "big"), kind)
-        self[token] = entry
-        return entry
+            is_formula = not (known in _LAYOUT_TOKENS or known in _TEXT_COMMANDS or known in "aAI")
+        identity = int.from_bytes(blake2b(known.encode(), digest_size=7).digest(), "big")
+        _formula_ids[identity] = identity * is_formula
+        _word_ids[identity] = identity * is_word
+        self[token] = identity
+        return identity
 
 
-_TOKENS = _Tokens()
+_ids = _Ids()
+# An id where it is part of a question's formulas or of its words, else 0.
+_formula_ids: dict[int, int] = {}
+_word_ids: dict[int, int] = {}
 
 
 def similarity(first: Features, second: Features) -> float:

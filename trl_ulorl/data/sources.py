@@ -1,4 +1,4 @@
-r"""Where rows come from: a Hub data set or a local file, and the column shapes that are known without a mapping.
+r"""Where rows come from, for all commands: the Hub or a local file, and column shapes known without a mapping.
 
 DAPO-Math-17k   prompt [{"role": "user", "content": "Solve the following math problem ..."}]
                 reward_model {"ground_truth": "34", ...}
@@ -9,6 +9,7 @@ GSM8K, MATH     question, answer; problem, solution: the answer ends a worked so
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,23 @@ ANSWER_COLUMNS = (
     "answer", "final_answer", "ground_truth", "reward_model.ground_truth", "expected_answer", "target", "solution", "output",
 )  # fmt: skip
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A data set of the Hub that is known by a short name."""
+
+    hub_name: str
+    split: str
+    prompt_column: str
+    answer_column: str
+    num_problems: int
+
+
+BENCHMARKS = {
+    "aime_2025": Benchmark("math-ai/aime25", "test", "problem", "answer", 30),
+    "beyond_aime": Benchmark("ByteDance-Seed/BeyondAIME", "test", "problem", "answer", 100),
+}
 
 # Instructions around the problem in data sets that hold whole prompts; what is judged is the problem alone.
 _WRAPPERS = tuple(
@@ -188,11 +206,16 @@ def _top(names: Sequence[str]) -> list[str]:
     return [name for name in names if "." not in name]
 
 
+def is_local(name: str) -> bool:
+    """Say whether a name is that of a file with a known ending, and not of a data set on the Hub."""
+    return Path(name).suffix.lower() in LOADERS
+
+
 def open_rows(name: str, *, config: str | None = None, split: str | None = "train", streaming: bool = False) -> Any:
     """Open a local `.jsonl`, `.json`, `.parquet` or `.csv` file or a data set on the Hub.
 
     Args:
-        name: Path or Hub name.
+        name: Path, Hub name, or short name of a benchmark. A folder is read as a copy of a data set on the Hub.
         config: Configuration of a Hub data set.
         split: Its split; None for all. A local file has one only.
         streaming: Read on the way instead of keeping an Arrow copy in the cache of `datasets`.
@@ -205,9 +228,11 @@ def open_rows(name: str, *, config: str | None = None, split: str | None = "trai
     """
     from datasets import load_dataset
 
+    if name in BENCHMARKS:
+        name = BENCHMARKS[name].hub_name
     path = Path(name)
     loader = LOADERS.get(path.suffix.lower())
-    if path.is_dir() or (loader is None and path.is_file()):
+    if loader is None and path.is_file():
         raise ValueError(
             f"{name!r} must be a file that ends in {', '.join(LOADERS)}, or the name of a data set on the Hub. Pass one of these."
         )
@@ -234,9 +259,10 @@ def _reading(name: str) -> Iterator[None]:
         yield
     except Exception as error:  # whatever a reader or the network raises, the data can't be read
         cause = error.__cause__ or error
-        is_file = Path(name).suffix.lower() in LOADERS
         what = (
-            "JSON, Parquet or CSV as its ending says" if is_file else "the name, configuration and split of a data set"
+            "JSON, Parquet or CSV as its ending says"
+            if is_local(name)
+            else "the name, configuration and split of a data set"
         )
         raise ValueError(
             f"{name!r} can't be read ({type(cause).__name__}: {str(cause)[:300]}). It must be {what}, with at least one row. "
@@ -276,7 +302,7 @@ def questions(name: str) -> Iterator[str]:
     """Read the questions of a file, or of all splits of a Hub data set: answers are not needed to compare with them.
 
     Args:
-        name: Path or Hub name.
+        name: Path, Hub name, or short name of a benchmark.
 
     Raises:
         ValueError: If it cannot be read, or no column has a usual name of questions.
@@ -292,3 +318,40 @@ def questions(name: str) -> Iterator[str]:
             )
         for row in rows:
             yield read_prompt(row[column]).question
+
+
+def read_objects(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Read the rows of a file as they stand in it: a JSON Lines file may hold other columns and types in every line.
+
+    Args:
+        path: A `.jsonl` file, or one of any other ending that is none of `LOADERS`; else a file for `open_rows`.
+
+    Returns:
+        For each row where it stands, for messages, and its cells.
+
+    Raises:
+        ValueError: If it can't be read, or a line is no JSON object.
+    """
+    if path.suffix.lower() in (".json", ".parquet", ".csv"):
+        return [(f"`{path}` row {number}", dict(row)) for number, row in enumerate(open_rows(str(path)))]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"`{path}` can't be read ({error}). Pass a JSON Lines file in UTF-8.") from error
+    return [
+        (f"`{path}` line {number}", _object(line, f"`{path}` line {number}"))
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
+
+
+def _object(line: str, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place} is no JSON ({error}). Write one object per line.") from error
+    if not isinstance(value, dict):
+        raise ValueError(  # noqa: TRY004 - the type is the file's, not the caller's
+            f"{place} is {type(value).__name__}, not an object. Write one object per line."
+        )
+    return value

@@ -7,36 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
+from datasets import Dataset
 
 from ..data.arithmetic import arithmetic_dataset
+from ..data.sources import ANSWER_COLUMNS, BENCHMARKS, PROMPT_COLUMNS, column_names, lookup, open_rows
 
-PROMPT_COLUMNS = ("prompt", "problem", "question")
-ANSWER_COLUMNS = ("answer", "solution")
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 NUM_ARITHMETIC = 256  # problems of the embedded task, those of the demo
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A data set of the Hub that is known by a short name."""
-
-    hub_name: str
-    split: str
-    prompt_column: str
-    answer_column: str
-    num_problems: int
-
-
-BENCHMARKS = {
-    "aime_2025": Benchmark("math-ai/aime25", "test", "problem", "answer", 30),
-    "beyond_aime": Benchmark("ByteDance-Seed/BeyondAIME", "test", "problem", "answer", 100),
-}
 
 
 def load_rows(
@@ -48,21 +26,13 @@ def load_rows(
         name: A name on the Hub, or a local .jsonl, .json, .parquet or .csv file.
         config: Configuration of a Hub data set.
         split: Split of a Hub data set.
-        prompt_column: The column of the questions. None: `prompt`, `problem` or `question`.
+        prompt_column: The column of the questions. None: the first usual name (`PROMPT_COLUMNS`).
 
     Raises:
         ValueError: If there is no such data set or column, it can't be read, it is empty, or a question is missing.
     """
-    rows = _read(name, config, split)
-    if not len(rows):
-        raise ValueError(f"The data set {name!r} is empty: at least one row is needed. Check how the file was made.")
-    column = prompt_column or next((each for each in PROMPT_COLUMNS if each in rows.column_names), None)
-    if column is None or column not in rows.column_names:
-        wanted = f"{prompt_column!r}" if prompt_column else "`prompt`, `problem` or `question`"
-        raise ValueError(
-            f"{name!r} has the columns {rows.column_names}, but no {wanted} for the questions. Name the one that holds them."
-        )
-    rows = _renamed(rows, column, "prompt")
+    rows = open_rows(name, config=config, split=split)
+    rows = _with_column(rows, "prompt", name, prompt_column, PROMPT_COLUMNS, "questions")
     for index, prompt in enumerate(rows["prompt"]):
         if not (prompt and isinstance(prompt, (str, list))):
             raise ValueError(
@@ -88,8 +58,9 @@ def load_problems(
         name: `aime_2025`, `beyond_aime`, `arithmetic` (the embedded task), a name on the Hub, or a local file.
         config: Configuration of a Hub data set.
         split: Split of a Hub data set.
-        prompt_column: The column of the questions. None: `prompt`, `problem` or `question`.
-        answer_column: The column of the references. None: `answer`, or else `solution`.
+        prompt_column: The column of the questions. None: the first usual name (`PROMPT_COLUMNS`).
+        answer_column: The column of the references, with a dot into a nested one. None: the first usual name
+            (`ANSWER_COLUMNS`).
         needs_answers: Whether every row must have a reference; False leaves the columns as they are.
         num_problems: Only the first ones. None: all; 256 of the embedded task.
 
@@ -154,40 +125,42 @@ def problem_ids(rows: Dataset) -> list[str]:
     return ids
 
 
-def _read(name: str, config: str | None, split: str) -> Dataset:
-    suffix = Path(name).suffix
-    if suffix in LOADERS and not Path(name).is_file():
-        raise ValueError(f"There is no file {name!r}: check the path given as a data set.")
-    if suffix in LOADERS and not Path(name).stat().st_size:
-        raise ValueError(f"The file {name!r} is empty: at least one row is needed. Check how it was made.")
-    try:
-        if suffix in LOADERS:
-            return load_dataset(LOADERS[suffix], data_files=name, split="train")
-        return load_dataset(name, config, split=split)
-    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last from a file of empty lines
-        reason = error.__cause__ or error
+def _with_column(
+    rows: Dataset, name: str, source: str, wanted: str | None, usual: tuple[str, ...], what: str
+) -> Dataset:
+    """Give a column, the one that is wanted or the first usual one, the name that the package reads."""
+    names = column_names(rows)
+    column = wanted or next((each for each in usual if each in names), None)
+    if column is None or column not in names:
+        known = f"{wanted!r}" if wanted else f"one of {', '.join(f'`{each}`' for each in usual)}"
         raise ValueError(
-            f"The data set {name!r} can't be read ({type(reason).__name__}: {reason}). Pass a name on the Hub with an "
-            f"existing split and configuration, or a file that ends in {', '.join(LOADERS)}."
-        ) from error
-
-
-def _renamed(rows: Dataset, column: str, name: str) -> Dataset:
+            f"{source!r} has the columns {rows.column_names}, but no {known} for the {what}. Name the one that holds them."
+        )
     if column == name:
         return rows
     # What has the name already would be in the way, and is not what was asked for.
-    return (rows.remove_columns(name) if name in rows.column_names else rows).rename_column(column, name)
+    rows = rows.remove_columns(name) if name in rows.column_names else rows
+    if column in rows.column_names:
+        return rows.rename_column(column, name)
+    return rows.add_column(name, [lookup(row, column) for row in rows])  # a nested one
+
+
+def with_answer_column(rows: Dataset, name: str, answer_column: str | None = None) -> Dataset:
+    """Call the column of the references `answer`.
+
+    Args:
+        rows: What `load_rows` returned.
+        name: Of the data set, for messages.
+        answer_column: The column, with a dot into a nested one. None: the first usual name (`ANSWER_COLUMNS`).
+
+    Raises:
+        ValueError: If there is none.
+    """
+    return _with_column(rows, "answer", name, answer_column, ANSWER_COLUMNS, "reference answers")
 
 
 def _with_answers(rows: Dataset, name: str, answer_column: str | None) -> Dataset:
-    column = answer_column or next((each for each in ANSWER_COLUMNS if each in rows.column_names), None)
-    if column is None or column not in rows.column_names:
-        wanted = f"{answer_column!r}" if answer_column else "`answer` or `solution`"
-        raise ValueError(
-            f"{name!r} has the columns {rows.column_names}, but no {wanted} for the reference answers, which completions "
-            "are compared with. Name the one that holds them."
-        )
-    rows = _renamed(rows, column, "answer")
+    rows = with_answer_column(rows, name, answer_column)
     missing = [index for index, answer in enumerate(rows["answer"]) if _is_missing(answer)]
     if missing:
         raise ValueError(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
+from ..endpoint import EndpointSettings
 from .judge import MAX_VERDICT_TOKENS, Messages
 
 if TYPE_CHECKING:
@@ -213,34 +214,15 @@ class EndpointModel:
         concurrency: int = 32,
         extra_body: Mapping[str, Any] | None = None,
     ) -> None:
-        try:
-            import openai  # noqa: F401 - rather here than in the midst of a run
-        except ImportError as error:
-            raise ImportError('A judge behind an endpoint needs openai: `pip install "trl-ulorl[judge]"`.') from error
-
-        if not base_url.startswith(("http://", "https://")):
+        if deadline_seconds <= 0:
             raise ValueError(
-                f"`base_url` ({base_url!r}) must be the address of an endpoint, from http:// or https:// up to and with /v1."
+                f"`deadline_seconds` ({deadline_seconds}) must be above 0: else no request could be answered."
             )
-        if timeout_seconds <= 0 or deadline_seconds <= 0 or concurrency < 1 or max_retries < 0:
-            raise ValueError(
-                f"`timeout_seconds` ({timeout_seconds}) and `deadline_seconds` ({deadline_seconds}) must be above 0, "
-                f"`concurrency` ({concurrency}) at least 1 and `max_retries` ({max_retries}) at least 0: else no request "
-                "could be answered."
-            )
-        if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ValueError(
-                f"The environment variable {api_key_env!r} that `api_key_env` names is not set: the endpoint would refuse "
-                "every request. Set it, or pass None for an endpoint without keys."
-            )
-        self._base_url = base_url
+        self._settings = EndpointSettings(
+            base_url, api_key_env, timeout_seconds, max_retries, concurrency, dict(extra_body or {})
+        )
         self._model = model
-        self._api_key = os.environ[api_key_env] if api_key_env is not None else None
-        self._timeout_seconds = timeout_seconds
-        self._max_retries = max_retries
         self._deadline_seconds = deadline_seconds
-        self._concurrency = concurrency
-        self._extra_body = dict(extra_body or {})
         self._num_warnings = 0
 
     def complete(self, prompts: Sequence[Messages]) -> list[str | None]:
@@ -252,16 +234,9 @@ class EndpointModel:
             return executor.submit(lambda: asyncio.run(self._complete(prompts))).result()
 
     async def _complete(self, prompts: Sequence[Messages]) -> list[str | None]:
-        import openai
-
-        gate = asyncio.Semaphore(self._concurrency)
+        gate = asyncio.Semaphore(self._settings.concurrency)
         failures: Counter[str] = Counter()
-        async with openai.AsyncOpenAI(
-            base_url=self._base_url,
-            api_key=self._api_key or "none",  # left out, it would be taken from OPENAI_API_KEY
-            timeout=self._timeout_seconds,
-            max_retries=self._max_retries,
-        ) as client:
+        async with self._settings.client() as client:
             tasks = [asyncio.create_task(self._answer(client, gate, messages, failures)) for messages in prompts]
             done, late = await asyncio.wait(tasks, timeout=self._deadline_seconds)
             for task in late:
@@ -284,23 +259,19 @@ class EndpointModel:
                     messages=cast(Any, messages),
                     temperature=0.0,
                     max_tokens=MAX_VERDICT_TOKENS,
-                    extra_body=self._extra_body,
+                    extra_body=self._settings.extra_body,
                 )
             content: object = completion.choices[0].message.content
         except openai.OpenAIError as error:
-            failures[self._described(error)] += 1
+            failures[self._settings.described(error)] += 1
         # The package does not check what it was sent: bad JSON, or JSON that is no chat completion, shows up in use.
         except (ValueError, TypeError, AttributeError, IndexError) as error:
-            failures[f"the answer is no chat completion ({self._described(error)})"] += 1
+            failures[f"the answer is no chat completion ({self._settings.described(error)})"] += 1
         else:
             if content is None or isinstance(content, str):
                 return content or ""
             failures["the answer is no chat completion (its content is no text)"] += 1
         return None
-
-    def _described(self, error: Exception) -> str:
-        text = f"{type(error).__name__}: {error}"
-        return (text.replace(self._api_key, "***") if self._api_key else text)[:300]
 
     def _warn(self, failures: Counter[str], num_prompts: int) -> None:
         if failures and self._num_warnings < MAX_WARNINGS:
@@ -310,7 +281,7 @@ class EndpointModel:
                 failures.total(),
                 num_prompts,
                 self._model,
-                self._base_url.rpartition("@")[2],  # without a password
+                self._settings.place,
                 "; ".join(f"{count} x {reason}" for reason, count in failures.most_common(3)),
                 "Further failures are not logged." if self._num_warnings == MAX_WARNINGS else "",
             )
