@@ -10,8 +10,8 @@ import numpy as np
 
 from ..config import DMMPTsConfig
 from ..evaluation import EvaluationCallback, EvaluationResult
-from ..plots import read_rollouts, rollout_lengths, save_plots
-from ..records import write_json
+from ..plots import rollout_lengths, save_plots
+from ..records import ROLLOUTS, read_lines, write_json
 from ..trainer import UloRLTrainer
 
 
@@ -20,8 +20,8 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
     before, after = (evaluation.before, evaluation.after) if evaluation else (None, None)
     folder = Path(cast(str, trainer.args.output_dir))
     history = trainer.state.log_history
-    log = folder / "rollouts.jsonl"
-    records = read_rollouts(log) if log.exists() else []
+    log = folder / ROLLOUTS
+    records = read_lines(log) if log.exists() else []
     lengths = rollout_lengths(records)
     entropies = [entry["entropy"] for entry in history if entry.get("entropy") is not None]
     batches_per_step = trainer.args.gradient_accumulation_steps / trainer.args.micro_steps_per_batch
