@@ -18,6 +18,7 @@ from .objective import (
     mastered_positive_mask,
     response_entropies,
 )
+
 if TYPE_CHECKING:
     from .config import DMMPTsConfig
 

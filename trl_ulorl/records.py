@@ -74,7 +74,6 @@ def _rollout_record(rollout: Rollout) -> dict[str, Any]:
     return record
 
 
-
 def reward_values(rollout: Rollout) -> list[float | None]:
     """Return a rollout's rewards, None where one is undecided."""
     rewards = [] if rollout.rewards is None else rollout.rewards.tolist()

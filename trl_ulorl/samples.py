@@ -29,7 +29,7 @@ class SampleLog:
     Of its rollouts it keeps the longest right one, the longest wrong one and the shortest.
 
     The file holds `every`, the versions between two samples, and `samples` with `group`, `row`, `left` (the version that
-    trained on it), `prompt`, `reference` and `rollouts`; in these, `segments` hold `version`, `tokens` and `parts`, which
+    trained on it), `question`, `prompt` as the model got it, `reference` and `rollouts`; in these, `segments` hold `version`, `tokens` and `parts`, which
     are text or, for tokens that are not shown, their number.
 
     Args:
@@ -99,6 +99,7 @@ class SampleLog:
             "group": group.group_id,
             "row": group.row_index,
             "left": version,
+            "question": shortened(_question(row["prompt"])),
             "prompt": shortened(self._decode(group.prompt_ids.tolist())),
             "reference": None if reference is None else shortened(str(reference)),
             "rollouts": [self._rollout(rollout) for rollout in self._chosen(group)],
@@ -107,7 +108,8 @@ class SampleLog:
     def _chosen(self, group: RolloutGroup) -> list[Rollout]:
         """Return the longest rollout of those with the most correctness, and with the least, and the shortest of all."""
         correctness = [
-            -np.inf if rollout.rewards is None or np.isnan(rollout.rewards[self._correctness_index])
+            -np.inf
+            if rollout.rewards is None or np.isnan(rollout.rewards[self._correctness_index])
             else float(rollout.rewards[self._correctness_index])
             for rollout in group.rollouts
         ]
@@ -131,6 +133,11 @@ class SampleLog:
                 for segment, part in zip(segments, parts, strict=True)
             ],
         }
+
+
+def _question(prompt: Any) -> str:
+    """Return a prompt without its chat template: of messages the last one."""
+    return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
 def shortened(text: str) -> str:

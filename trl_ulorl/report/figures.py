@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
 from . import statistics
-from .run import Floats, History, Run
+from .run import Ints, Run
 from .statistics import Series
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; the second of each pair is for a dark page.
@@ -60,7 +60,12 @@ class _Line:
 
 
 def _figure(
-    traces: Sequence[Any], x: str, y: str, *, x_axis: dict[str, Any] | None = None, y_axis: dict[str, Any] | None = None,
+    traces: Sequence[Any],
+    x: str,
+    y: str,
+    *,
+    x_axis: dict[str, Any] | None = None,
+    y_axis: dict[str, Any] | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
     figure = go.Figure(
@@ -86,18 +91,37 @@ def _curves(values: Series, label: str, colour: str, dash: str = "solid") -> lis
     averaged = mean.thinned()
     return [
         go.Scatter(
-            x=shown.steps, y=shown.values, name=label, mode="lines", line={"color": _LIGHT[colour], "width": 1},
-            opacity=0.35, showlegend=False, hoverinfo="skip", legendgroup=label,
+            x=shown.steps,
+            y=shown.values,
+            name=label,
+            mode="lines",
+            line={"color": _LIGHT[colour], "width": 1},
+            opacity=0.35,
+            showlegend=False,
+            hoverinfo="skip",
+            legendgroup=label,
         ),
         go.Scatter(
-            x=averaged.steps, y=averaged.values, name=label, mode="lines", legendgroup=label,
+            x=averaged.steps,
+            y=averaged.values,
+            name=label,
+            mode="lines",
+            legendgroup=label,
             line={"color": _LIGHT[colour], "width": 2.2, "dash": dash},
         ),
     ]
 
 
 def _chart_of_lines(
-    run: Run, name: str, title: str, note: str, lines: Sequence[_Line], y: str, *, extra: Sequence[Any] = (), **layout: Any
+    run: Run,
+    name: str,
+    title: str,
+    note: str,
+    lines: Sequence[_Line],
+    y: str,
+    *,
+    extra: Sequence[Any] = (),
+    **layout: Any,
 ) -> Chart:
     history = run.history or ()
     traces = list(extra)
@@ -114,9 +138,7 @@ _NO_LOG = (
     "The run left no log. `UloRLTrainer` writes `metrics.jsonl` as it trains, and every checkpoint holds a "
     "`trainer_state.json`: train again, or keep a checkpoint."
 )
-_NO_ROLLOUTS = (
-    "The run left no `rollouts.jsonl`. It is written unless `log_rollouts` is False: leave that at True."
-)
+_NO_ROLLOUTS = "The run left no `rollouts.jsonl`. It is written unless `log_rollouts` is False: leave that at True."
 _PERCENT = {"tickformat": ".0%"}
 
 
@@ -132,7 +154,8 @@ def _accuracy(run: Run) -> Chart:
                 x=[entry["step"] for entry in evaluations],
                 y=[entry["eval_avg_at_k"] for entry in evaluations],
                 error_y={"type": "data", "array": [entry["eval_standard_error"] for entry in evaluations]},
-                name="held-out problems", mode="markers",
+                name="held-out problems",
+                mode="markers",
                 marker={"color": _LIGHT["vermilion"], "symbol": "diamond", "size": 9},
             )
         )
@@ -252,22 +275,48 @@ def _timeline(run: Run, place: str, records: Sequence[dict[str, Any]]) -> Chart:
     # plotly warns on the console about each bar whose colour is a number, so the scale belongs to a point that isn't seen.
     colours = sample_colorscale(_VERSIONS, [(version - low) / (high - low) for version in versions])
     bars = go.Bar(
-        base=starts, x=lengths, y=rows, orientation="h", hovertext=texts, hoverinfo="text", showlegend=False,
+        base=starts,
+        x=lengths,
+        y=rows,
+        orientation="h",
+        hovertext=texts,
+        hoverinfo="text",
+        showlegend=False,
         marker={"color": colours, "line": {"width": 0}},
     )
     scale = go.Scatter(
-        x=[None], y=[None], mode="markers", showlegend=False, hoverinfo="skip",
+        x=[None],
+        y=[None],
+        mode="markers",
+        showlegend=False,
+        hoverinfo="skip",
         marker={
-            "color": [low], "cmin": low, "cmax": high, "colorscale": _VERSIONS, "showscale": True,
+            "color": [low],
+            "cmin": low,
+            "cmax": high,
+            "colorscale": _VERSIONS,
+            "showscale": True,
             "colorbar": {
-                "title": {"text": "version", "side": "top"}, "thickness": 12, "len": 0.9, "outlinewidth": 0,
-                "tickvals": sorted({round(each) for each in np.linspace(low, high, 5)}),
+                "title": {"text": "policy version", "side": "top", "font": {"size": 13}},
+                "orientation": "h",
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.0,
+                "yanchor": "bottom",
+                "thickness": 10,
+                "len": 1,
+                "outlinewidth": 0,
+                "tickvals": sorted({round(each) for each in np.linspace(low, max(versions), 5)}),
             },
         },
     )
     cut = [(end, row) for row, (end, is_cut) in enumerate(ends) if is_cut]
     marks = go.Scatter(
-        x=[end for end, _ in cut], y=[row for _, row in cut], mode="markers", name="truncated", hoverinfo="skip",
+        x=[end for end, _ in cut],
+        y=[row for _, row in cut],
+        mode="markers",
+        name="truncated",
+        hoverinfo="skip",
         marker={"symbol": "line-ns", "size": 5, "line": {"width": 2, "color": _LIGHT["vermilion"]}},
     )
     per_group = len(records[0]["rollouts"])
@@ -275,15 +324,21 @@ def _timeline(run: Run, place: str, records: Sequence[dict[str, Any]]) -> Chart:
         [bars, scale, *([marks] if cut else [])],
         "completion tokens",
         f"rollouts, {per_group} per prompt",
-        y_axis={"autorange": "reversed", "showticklabels": False, "rangemode": "normal", "showgrid": False, "zeroline": False},
+        y_axis={
+            "autorange": "reversed",
+            "showticklabels": False,
+            "rangemode": "normal",
+            "showgrid": False,
+            "zeroline": False,
+        },
         bargap=0.15,
         barmode="overlay",
         height=430,
     )
     steps = [record["left"] + 1 for record in records]
-    when = f"{len(records)} groups trained in steps {min(steps)} to {max(steps)}"
+    when = f"step {min(steps)}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}"
     titles = {"all": "All groups", "start": "Start of the run", "middle": "Middle", "end": "End"}
-    return Chart(f"timeline-{place}", titles[place], when + ".", figure)
+    return Chart(f"timeline-{place}", titles[place], f"{len(records)} groups trained in {when}.", figure)
 
 
 def timelines(run: Run) -> list[Chart]:
@@ -293,6 +348,17 @@ def timelines(run: Run) -> list[Chart]:
         return [_timeline(run, place, records) for place, records in windows.items()]
     missing = _NO_ROLLOUTS if run.records is None else "No group was trained on."
     return [Chart("timeline", "Rollouts", "", None, missing)]
+
+
+def _length_axis(edges: Ints) -> dict[str, Any]:
+    """Return a logarithmic axis with a label at 1, 2 and 5 of each power of ten."""
+    ticks = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
+    shown = [tick for tick in ticks if edges[0] <= tick <= edges[-1]]
+    return {
+        "type": "log",
+        "tickvals": shown,
+        "ticktext": [f"{tick // 1000}k" if tick >= 1000 else str(tick) for tick in shown],
+    }
 
 
 def _length_shares(run: Run) -> Chart:
@@ -312,13 +378,23 @@ def _length_shares(run: Run) -> Chart:
             ]
             traces.append(
                 go.Scatter(
-                    x=edges, y=[*shares, shares[-1]], mode="lines", name=f"{label} ({counts.sum():,})", fill=fill,
-                    hovertext=[*hover, hover[-1]], hoverinfo="text",
+                    x=edges,
+                    y=[*shares, shares[-1]],
+                    mode="lines",
+                    name=f"{label} ({counts.sum():,})",
+                    fill=fill,
+                    hovertext=[*hover, hover[-1]],
+                    hoverinfo="text",
                     line={"shape": "hv", "color": _LIGHT[colour], "width": 1 if fill else 2.2},
                 )
             )
-        figure = _figure(traces, "completion tokens (logarithmic)", "share of rollouts",
-                         x_axis={"type": "log", "dtick": "D2"}, y_axis=_PERCENT)
+        figure = _figure(
+            traces,
+            "completion tokens (logarithmic)",
+            "share of rollouts",
+            x_axis=_length_axis(bins.edges),
+            y_axis=_PERCENT,
+        )
     return Chart(
         "length-shares",
         "Lengths: finished against trained",
@@ -347,21 +423,37 @@ def _trained_by_length(run: Run) -> Chart:
         error = np.sqrt(np.maximum(shares * (1 - shares), 1e-12) / bins.finished[is_filled])
         traces = [
             go.Scatter(
-                x=centres, y=shares, mode="markers+lines", name="trained on", hovertext=hover, hoverinfo="text",
-                error_y={"type": "data", "array": error, "thickness": 1}, line={"color": _LIGHT["blue"]},
+                x=centres,
+                y=shares,
+                mode="markers",
+                name="trained on",
+                hovertext=hover,
+                hoverinfo="text",
+                error_y={"type": "data", "array": error, "thickness": 1},
+                marker={"color": _LIGHT["blue"]},
             ),
             go.Scatter(
-                x=[centres[0], centres[-1]], y=[overall, overall], mode="lines", name="all lengths", hoverinfo="skip",
+                x=[centres[0], centres[-1]],
+                y=[overall, overall],
+                mode="lines",
+                name="all lengths",
+                hoverinfo="skip",
                 line={"color": _LIGHT["vermilion"], "dash": "dash"},
             ),
         ]
-        figure = _figure(traces, "completion tokens (logarithmic)", "share of the finished",
-                         x_axis={"type": "log", "dtick": "D2"}, y_axis=_PERCENT)
+        figure = _figure(
+            traces,
+            "completion tokens (logarithmic)",
+            "share of the finished",
+            x_axis=_length_axis(bins.edges),
+            y_axis=_PERCENT,
+        )
     return Chart(
         "trained-by-length",
         "Share trained on, by length",
-        "Of the finished rollouts of a length, those that were trained on, with one standard error. Easy prompts have short "
-        "answers and are filtered more often; a share that falls with the length is a bias against long answers.",
+        "Of the finished rollouts of a length, those that were trained on, with one standard error. Groups of equal rewards "
+        "are filtered: those of easy prompts, with short answers, and those of the hardest, with long ones that are all wrong. "
+        "A fall with the length beyond that is a bias against long answers.",
         figure,
         _NO_ROLLOUTS,
     )
@@ -378,13 +470,22 @@ def _ages(run: Run) -> Chart:
             total = int(tokens.sum())
             traces.append(
                 go.Bar(
-                    x=np.arange(len(tokens)), y=tokens / max(1, total), name=f"{label} ({total:,} tokens)",
+                    x=np.arange(len(tokens)),
+                    y=tokens / max(1, total),
+                    name=f"{label} ({total:,} tokens)",
                     marker={"color": _LIGHT[colour], "pattern": {"shape": pattern}},
-                    hovertext=[f"age {age}: {count:,} tokens {label}" for age, count in enumerate(tokens)], hoverinfo="text",
+                    hovertext=[f"age {age}: {count:,} tokens {label}" for age, count in enumerate(tokens)],
+                    hoverinfo="text",
                 )
             )
-        figure = _figure(traces, "age in policy versions", "share of tokens", x_axis={"tickformat": "d"}, y_axis=_PERCENT,
-                         barmode="group")
+        figure = _figure(
+            traces,
+            "age in policy versions",
+            "share of tokens",
+            x_axis={"tickformat": "d"},
+            y_axis=_PERCENT,
+            barmode="group",
+        )
     return Chart(
         "ages",
         "Token ages: finished against trained",
@@ -429,8 +530,12 @@ def _kl_by_age(run: Run) -> Chart:
     kl, ess = statistics.by_age(run.history or (), "kl"), statistics.by_age(run.history or (), "ess")
     figure = None
     if kl:
-        hover = [f"age {age}: KL {kl[age]:.2g} nats, effective sample size {ess.get(age, float('nan')):.3f}" for age in kl]
-        bars = go.Bar(x=list(kl), y=list(kl.values()), hovertext=hover, hoverinfo="text", marker={"color": _LIGHT["blue"]})
+        hover = [
+            f"age {age}: KL {kl[age]:.2g} nats, effective sample size {ess.get(age, float('nan')):.3f}" for age in kl
+        ]
+        bars = go.Bar(
+            x=list(kl), y=list(kl.values()), hovertext=hover, hoverinfo="text", marker={"color": _LIGHT["blue"]}
+        )
         figure = _figure([bars], "age in policy versions", "KL in nats per token", x_axis={"type": "category"})
     return Chart(
         "kl-by-age",
@@ -447,8 +552,14 @@ def _kl_by_age(run: Run) -> Chart:
 
 def ledger(balance: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Draw groups and tokens of a ledger as two bars of parts."""
-    colours = {"trained": "blue", "filtered": "orange", "set_aside": "vermilion", "ready": "green", "unfinished": "grey",
-               "held": "grey"}
+    colours = {
+        "trained": "blue",
+        "filtered": "orange",
+        "set_aside": "vermilion",
+        "ready": "green",
+        "unfinished": "grey",
+        "held": "grey",
+    }
     patterns = {"filtered": "/", "set_aside": "x", "ready": ".", "unfinished": "\\", "held": "\\"}
     traces = []
     for name, colour in colours.items():
@@ -458,21 +569,38 @@ def ledger(balance: dict[str, dict[str, int]]) -> dict[str, Any]:
         totals = [max(1, next(iter(balance[part].values()))) for part in ("tokens", "groups")]
         traces.append(
             go.Bar(
-                y=["tokens", "groups"], x=[count / total for count, total in zip(counts, totals, strict=True)],
-                orientation="h", name=name.replace("_", " "),
+                y=["tokens", "groups"],
+                x=[count / total for count, total in zip(counts, totals, strict=True)],
+                orientation="h",
+                name=name.replace("_", " "),
                 marker={"color": _LIGHT[colour], "pattern": {"shape": patterns.get(name, "")}},
-                hovertext=[f"{count:,} {part} {name}" for count, part in zip(counts, ("tokens", "groups"), strict=True)],
+                hovertext=[
+                    f"{count:,} {part} {name}" for count, part in zip(counts, ("tokens", "groups"), strict=True)
+                ],
                 hoverinfo="text",
             )
         )
-    return _figure(traces, "share", "", x_axis={**_PERCENT, "range": [0, 1]}, barmode="stack", height=210)
+    return _figure(
+        traces,
+        "share",
+        "",
+        x_axis={**_PERCENT, "range": [0, 1]},
+        barmode="stack",
+        height=210,
+        legend={"traceorder": "normal"},
+    )
 
 
 def _times(run: Run) -> Chart:
     steps, parts = statistics.phase_series(run.history or (), run.description.get("batches_per_step", 1.0))
     figure = None
     if len(steps):
-        labels = {"decode": "decoding", "score": "waiting for rewards", "exchange": "waiting for ranks", "update": "update"}
+        labels = {
+            "decode": "decoding",
+            "score": "waiting for rewards",
+            "exchange": "waiting for ranks",
+            "update": "update",
+        }
         colours = {"decode": "blue", "score": "vermilion", "exchange": "purple", "update": "orange"}
         traces = []
         for name, seconds in parts.items():
@@ -480,11 +608,15 @@ def _times(run: Run) -> Chart:
             if np.any(seconds > 0):
                 traces.append(
                     go.Scatter(
-                        x=shown.steps, y=np.maximum(shown.values, 0.0), name=labels[name], mode="lines", stackgroup="time",
+                        x=shown.steps,
+                        y=np.maximum(shown.values, 0.0),
+                        name=labels[name],
+                        mode="lines",
+                        stackgroup="time",
                         line={"color": _LIGHT[colours[name]], "width": 1},
                     )
                 )
-        figure = _figure(traces, _STEP, "seconds per step", hovermode="x unified")
+        figure = _figure(traces, _STEP, "seconds per step", hovermode="x unified", legend={"traceorder": "normal"})
     missing = _NO_LOG if run.history is None else "No `step_time` is in the run's log."
     return Chart("times", "Time by phase", "Seconds of each step on the main process.", figure, missing)
 
@@ -497,11 +629,22 @@ def stages(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if any(row[name] for row in rows):
             traces.append(
                 go.Bar(
-                    y=[_plain(row["stage"]) for row in shown], x=[row[name] for row in shown], name=name, orientation="h",
+                    y=[_plain(row["stage"]) for row in shown],
+                    x=[row[name] for row in shown],
+                    name=name,
+                    orientation="h",
                     marker={"color": _LIGHT[colour], "pattern": {"shape": pattern}},
                 )
             )
-    return _figure(traces, "rollouts", "", y_axis={"automargin": True}, barmode="stack", height=120 + 34 * len(rows))
+    return _figure(
+        traces,
+        "rollouts",
+        "",
+        y_axis={"automargin": True},
+        barmode="stack",
+        height=120 + 34 * len(rows),
+        legend={"traceorder": "normal"},
+    )
 
 
 def _plain(text: str, limit: int = 40) -> str:
@@ -527,21 +670,22 @@ def times(run: Run) -> Chart:
 
 def templates() -> dict[str, Any]:
     """Return plotly's template for the light and the dark page."""
+    axis = {"automargin": True, "exponentformat": "power", "title": {"standoff": 6, "font": {"size": 13}}}
     return {
         scheme: {
             "layout": {
                 "paper_bgcolor": "rgba(0,0,0,0)",
                 "plot_bgcolor": "rgba(0,0,0,0)",
                 "font": {"color": ink, "size": 13, "family": "system-ui, sans-serif"},
-                "margin": {"l": 58, "r": 12, "t": 12, "b": 48},
+                "margin": {"l": 58, "r": 12, "t": 4, "b": 36},
                 "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
                 "hoverlabel": {"bgcolor": card, "bordercolor": grid, "font": {"color": ink}},
-                "xaxis": {"gridcolor": grid, "linecolor": grid, "zerolinecolor": grid, "automargin": True},
-                "yaxis": {"gridcolor": grid, "linecolor": grid, "zerolinecolor": grid, "automargin": True},
+                "xaxis": axis | {"gridcolor": grid, "linecolor": grid, "zerolinecolor": grid},
+                "yaxis": axis | {"gridcolor": grid, "linecolor": grid, "zerolinecolor": grid},
             }
         }
-        for scheme, ink, grid, card in (("light", "#1f2933", "#dfe3e8", "#ffffff"), ("dark", "#e4e7eb", "#3a414b", "#1d2229"))
+        for scheme, ink, grid, card in (
+            ("light", "#1f2933", "#dfe3e8", "#ffffff"),
+            ("dark", "#e4e7eb", "#3a414b", "#1d2229"),
+        )
     }
-
-
-__all__ = ["COLOURS", "Chart", "Floats", "History", "curves", "ledger", "rollout_charts", "stages", "templates", "times", "timelines"]

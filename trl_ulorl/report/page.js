@@ -18,6 +18,10 @@
       const figure = coloured(plotted.charts[node.dataset.chart]);
       // A finger that drags scrolls the page.
       const layout = { ...figure.layout, template, dragmode: isNarrow.matches ? false : "zoom" };
+      if (isNarrow.matches) {  // the legend has a line for each entry, which must not take from the plot
+        const entries = figure.data.filter((trace) => trace.showlegend !== false).length;
+        layout.height = (layout.height || 300) + 20 * Math.max(0, entries - 1);
+      }
       node.style.height = `${layout.height || 320}px`;
       Plotly.react(node, figure.data, layout, {
         responsive: true,

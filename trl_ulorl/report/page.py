@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from ..diagnostics import Alarms
@@ -46,17 +47,23 @@ KEY_SETTINGS = (
 _HERE = Path(__file__).parent
 # Characters that would act instead of being seen: control characters, and those that turn the direction of text.
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)}
-_VISIBLE |= {code: f"[U+{code:04X}]" for code in (0x7F, 0x061C, *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_VISIBLE |= {
+    code: f"[U+{code:04X}]"
+    for code in (0x7F, 0x061C, *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
 
 
 def render(run: Run) -> str:
     """Return the report of a run as HTML that needs no other file."""
     environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else visible(value),
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters.update(
-        visible=visible, number=number, share=share, seconds=seconds, setting=setting, json=_inlined
-    )
+    environment.filters.update(number=number, share=share, seconds=seconds, setting=setting, json=_inlined)
     charts = {
         "curves": figures.curves(run),
         "timelines": figures.timelines(run),
@@ -79,8 +86,8 @@ def render(run: Run) -> str:
     plotly = get_plotlyjs()
     return environment.get_template("page.html").render(
         run=run,
-        title=str(run.description.get("model") or run.folder.resolve().name),
-        folder=run.folder.resolve().name,
+        name=run.folder.resolve().name,
+        model=model_name(run.description.get("model")),
         tiles=tiles(run),
         findings=findings(run),
         charts=charts,
@@ -129,7 +136,9 @@ def tiles(run: Run) -> list[dict[str, str]]:
         ("Token age", "rollout/age_mean", "{:.2f} versions"),
     ):
         if (mean := statistics.series(history, metric).last_third()) is not None:
-            shown.append({"label": label, "figure": form.format(mean), "remark": "mean of the last third of the steps"})
+            shown.append(
+                {"label": label, "figure": form.format(mean), "remark": "mean of the last third of the steps"}
+            )
     total = sum(statistics.phase_seconds(history, run.description.get("batches_per_step", 1.0)).values())
     if total > 0:
         remark = "in training steps, without evaluations"
@@ -205,11 +214,17 @@ def findings(run: Run) -> list[str]:
 def _thinning(run: Run) -> list[str]:
     """Return where the page shows less than was recorded, and how it was chosen."""
     notes = []
-    longest = max((len(statistics.series(run.history or (), name)) for name in ("loss", "accuracy", "entropy")), default=0)
+    longest = max(
+        (len(statistics.series(run.history or (), name)) for name in ("loss", "accuracy", "entropy")), default=0
+    )
     if longest > statistics.MAX_POINTS:
         per_point = -(-longest // statistics.MAX_POINTS)
         notes.append(f"Curves: each point is the mean of {per_point} successive log entries, {longest:,} in all.")
-    notes.append("Strong lines are running means over a tenth of the log entries; faint ones are the entries.")
+    notes.append(
+        "Strong lines are running means over a tenth of the log entries, three at least; faint ones are the entries."
+    )
+    if run.history and "batches_per_step" not in run.description:
+        notes.append("Times: without a `run.json`, one batch per optimizer step is taken for granted.")
     if run.records is not None:
         notes.append(
             f"Histograms, tables and shares count all {sum(len(r['rollouts']) for r in run.records):,} recorded rollouts. "
@@ -220,6 +235,12 @@ def _thinning(run: Run) -> list[str]:
     if run.disagreements and len(run.disagreements) > MAX_DISAGREEMENTS:
         notes.append(f"Disagreements: the last {MAX_DISAGREEMENTS} of {len(run.disagreements):,}.")
     return notes
+
+
+def model_name(name: str | None) -> str:
+    """Return a model's name on the Hub, or the last part of its path: a report may go to people who don't have it."""
+    name = name or "a model that has no name"
+    return Path(name).name if name.count("/") != 1 or name.startswith(("/", ".", "~")) else name
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:

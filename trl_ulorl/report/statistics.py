@@ -95,7 +95,8 @@ def phase_series(history: History, batches_per_step: float) -> tuple[Floats, dic
     """
     entries = [entry for entry in history if _is_number(entry.get("step_time"))]
     parts = {
-        name: np.array([entry.get(f"rollout/{name}_seconds") or 0.0 for entry in entries], dtype=float) * batches_per_step
+        name: np.array([entry.get(f"rollout/{name}_seconds") or 0.0 for entry in entries], dtype=float)
+        * batches_per_step
         for name in PHASES[:-1]
     }
     total = np.array([entry["step_time"] for entry in entries], dtype=float)
