@@ -64,7 +64,7 @@ class RolloutLog:
 
 
 def _rollout_record(rollout: Rollout) -> dict[str, Any]:
-    record = {
+    record: dict[str, Any] = {
         "finish": rollout.finish,
         "segments": [[segment.policy_version, len(segment)] for segment in rollout.segments],
         "rewards": reward_values(rollout),

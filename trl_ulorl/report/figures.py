@@ -256,7 +256,8 @@ def _optimisation(run: Run) -> Chart:
 
 def _timeline(run: Run, place: str, records: Sequence[dict[str, Any]]) -> Chart:
     """One row per rollout; a bar per segment, from the left, as long as its tokens and coloured by its version."""
-    starts, lengths, rows, versions, ends, texts = [], [], [], [], [], []
+    starts, lengths, rows, versions, texts = [], [], [], [], []
+    ends: list[tuple[int, bool]] = []
     for record in records:
         for index, rollout in enumerate(record["rollouts"]):
             start, row = 0, len(ends)

@@ -59,7 +59,8 @@ class Rollouts:
 
     def is_trained(self) -> NDArray[np.bool_]:
         """Which rollouts were trained on, shape `(N,)`."""
-        return self.outcome == 0
+        is_trained: NDArray[np.bool_] = self.outcome == 0
+        return is_trained
 
     @classmethod
     def from_records(cls, records: Sequence[dict[str, Any]], correctness_index: int) -> Rollouts:
