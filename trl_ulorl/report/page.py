@@ -68,14 +68,9 @@ def render(run: Run) -> str:
         "curves": figures.curves(run),
         "timelines": figures.timelines(run),
         "rollouts": figures.rollout_charts(run),
-        "times": figures.times(run),
+        "times": [figures.times(run)],
     }
-    plotted = {
-        chart.name: chart.figure
-        for part in charts.values()
-        for chart in (part if isinstance(part, list) else [part])
-        if chart.figure is not None
-    }
+    plotted = {chart.name: chart.figure for part in charts.values() for chart in part if chart.figure is not None}
     balance = run.ledger
     if balance is not None:
         plotted["ledger"] = figures.ledger(balance[0])
