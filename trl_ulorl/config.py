@@ -189,7 +189,9 @@ class UloRLConfig(GRPOConfig):
     # Records
     log_rollouts: bool = field(
         default=True,
-        metadata={"help": "Write one line per finished group to `rollouts.jsonl` in the output folder."},
+        metadata={
+            "help": "Write one line per finished group to `rollouts.jsonl`, and `samples.json`, in the output folder."
+        },
     )
 
     def __post_init__(self) -> None:

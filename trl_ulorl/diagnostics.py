@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .config import DMMPTsConfig
 from .objective import (
     NUM_STATS,
     dmmpts_mask,
@@ -18,6 +18,9 @@ from .objective import (
     mastered_positive_mask,
     response_entropies,
 )
+
+if TYPE_CHECKING:
+    from .config import DMMPTsConfig
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,6 @@ from matplotlib.colors import Normalize
 from matplotlib.ticker import MaxNLocator
 
 _MAX_ROLLOUTS = 240  # rows that a timeline can show
-
-
-def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records of `rollouts.jsonl`, one per group that was trained on, filtered or set aside."""
-    with Path(path).open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 def rollout_lengths(records: Sequence[dict[str, Any]]) -> np.ndarray[Any, np.dtype[np.int64]]:

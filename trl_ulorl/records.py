@@ -10,12 +10,15 @@ from typing import Any
 
 from .rollout.pool import Outcome, Rollout, RolloutGroup
 
+RUN, METRICS, ROLLOUTS = "run.json", "metrics.jsonl", "rollouts.jsonl"
+STAGE_COLUMN = "verifier_stage"  # as `VerifierReward` logs it
+
 
 class RolloutLog:
     """Appends to the file; a new run starts a new one, a resumed run goes on where its checkpoint was saved.
 
     A line holds `group`, `row`, the policy versions `admitted` and `left`, the `outcome` and, per rollout, `finish`,
-    `segments` as `[policy version, tokens]` pairs, and `rewards`.
+    `segments` as `[policy version, tokens]` pairs, `rewards` and, where a reward function logged it, `stage`.
 
     Args:
         path: The file.
@@ -61,16 +64,50 @@ class RolloutLog:
 
 
 def _rollout_record(rollout: Rollout) -> dict[str, Any]:
-    rewards = [] if rollout.rewards is None else rollout.rewards.tolist()
-    return {
+    record: dict[str, Any] = {
         "finish": rollout.finish,
         "segments": [[segment.policy_version, len(segment)] for segment in rollout.segments],
-        "rewards": [None if math.isnan(reward) else reward for reward in rewards],
+        "rewards": reward_values(rollout),
     }
+    if (stage := rollout.logs.get(STAGE_COLUMN)) is not None:
+        record["stage"] = str(stage)
+    return record
+
+
+def reward_values(rollout: Rollout) -> list[float | None]:
+    """Return a rollout's rewards, None where one is undecided."""
+    rewards = [] if rollout.rewards is None else rollout.rewards.tolist()
+    return [None if math.isnan(reward) else reward for reward in rewards]
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON values so that the file is either the old or the new one, never half of one."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in UTF-8 so that it is either the old or the new one; lone surrogates are written as escapes."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(temporary, path)
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """Read the objects of a JSON lines file; a last line that is still being written is left out.
+
+    Raises:
+        ValueError: If a line is no object.
+    """
+    records = []
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                break
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"Line {number} of {path} is no JSON ({error}).") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"Line {number} of {path} is no JSON object.")  # noqa: TRY004 - the file's type
+            records.append(record)
+    return records

@@ -53,14 +53,14 @@ from .checks import (
 )
 from .config import DMMPTsConfig, UloRLConfig
 from .diagnostics import Alarms, UpdateSums, masked_advantages
-from .records import RolloutLog
+from .records import ROLLOUTS, RolloutLog
 from .replay import ReplayedReward, replay_logs
 from .rollout.checkpoint import load_rollout, save_rollout
 from .rollout.collector import CollectorSettings, ExperienceCollector, RolloutStopped
 from .rollout.continuous import ContinuousCollector
 from .rollout.engine import SegmentEngine
 from .rollout.packing import sampling_matrices
-from .rollout.pool import Rollout, RolloutGroup
+from .rollout.pool import Outcome, Rollout, RolloutGroup
 from .rollout.prompts import PromptStream
 from .rollout.restore import StepPosition
 from .rollout.schedule import ContinuousSchedule, SegmentSchedule
@@ -72,6 +72,8 @@ from .rollout.vllm import ColocatedEngine, SegmentVLLM, replaced_vllm_generation
 from .rollout.vllm_client import ServedEngine
 from .rollout.vllm_server import ServedVLLM
 from .rows import PromptRows
+from .run_record import RunRecord, installed_versions, public_settings
+from .samples import SAMPLES, SampleLog
 from .stop import StopCallback, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -244,10 +246,16 @@ class UloRLTrainer(GRPOTrainer):
                 engine.max_model_length if isinstance(engine, (ColocatedEngine, ServedEngine)) else None,
             ),
         )
-        self._log_file = RolloutLog(
-            Path(cast(str, args.output_dir)) / "rollouts.jsonl",
-            is_enabled=args.log_rollouts and self.accelerator.is_main_process,
+        folder, is_logging = Path(cast(str, args.output_dir)), args.log_rollouts and self.accelerator.is_main_process
+        self._log_file = RolloutLog(folder / ROLLOUTS, is_enabled=is_logging)
+        self._samples = SampleLog(
+            folder / SAMPLES,
+            is_enabled=is_logging,
+            decode=self._tokenizer.decode,
+            read_row=self._rows.__getitem__,
+            correctness_index=correctness_index,
         )
+        self.add_callback(RunRecord(folder, self._description, self.ledger))
         if args.overlong == "soft":
             self._add_soft_punishment()
         elif args.overlong == "mask":
@@ -337,7 +345,7 @@ class UloRLTrainer(GRPOTrainer):
             "rank": self._ranks.rank,
             "num_ranks": self._ranks.num_ranks,
             "ranks_per_engine": self._ranks.ranks_per_engine,
-            "on_close": self._log_file.write,
+            "on_close": self._record_group,
             # Where gradients of earlier batches wait for the end of an update, they would be lost.
             "should_stop": lambda: bool(self._stop.signal_number) and self._step == self._window_start,
         }
@@ -561,6 +569,7 @@ class UloRLTrainer(GRPOTrainer):
             self._collector = self._build_collector(self._correctness_index, self._collector.engine)
             self._update_sums.reset()
             self._log_file.restart()
+            self._samples.restart()
             self._step, self._window_start, self._buffered_inputs, self._dealt = 0, 0, None, None
             self._saved_step, self._sampler_state = -1, {}
         self._has_begun = True
@@ -703,6 +712,7 @@ class UloRLTrainer(GRPOTrainer):
         self._buffered_inputs = [{k: v.to(device) for k, v in batch.items()} for batch in position.buffered] or None
         self._sampler_state = position.sampler
         self._log_file.go_back_to(position.log_bytes)
+        self._samples.go_back_to(self.state.global_step)
 
     def _newest_checkpoint(self) -> str:
         """Return the newest whole checkpoint: the main process looks for it."""
@@ -761,6 +771,26 @@ class UloRLTrainer(GRPOTrainer):
         raise SystemExit(128 + number)
 
     # --------------------------------------------------------------------------------------------------------- records
+
+    def _record_group(self, group: RolloutGroup, outcome: Outcome, version: int) -> None:
+        self._log_file.write(group, outcome, version)
+        self._samples.write(group, outcome, version)
+
+    def _description(self) -> dict[str, Any]:
+        """What `run.json` says of the run."""
+        args = self.args
+        return {
+            "model": get_config_model_id(self.model.config),
+            "rows": len(self.train_dataset),
+            "reward_functions": self.reward_func_names,
+            "correctness": self.reward_func_names[self._correctness_index] if self.reward_func_names else None,
+            "num_processes": self.accelerator.num_processes,
+            "max_steps": self.state.max_steps,
+            "batches_per_step": args.gradient_accumulation_steps / args.micro_steps_per_batch,
+            "updates_per_batch": args.updates_per_batch,
+            "versions": installed_versions(),
+            "settings": public_settings(args.to_dict()),
+        }
 
     def _append_metrics(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import clean, doctor, plan, train, verify
+from . import clean, doctor, plan, report, train, verify
 from . import eval as evaluate
 
 
@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_parser(commands)
     plan.add_parser(commands)
     doctor.add_parser(commands)
+    report.add_parser(commands)
     return parser
 
 

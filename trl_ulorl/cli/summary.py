@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from shutil import which
 from typing import Any, cast
 
 import numpy as np
 
 from ..config import DMMPTsConfig
 from ..evaluation import EvaluationCallback, EvaluationResult
-from ..plots import read_rollouts, rollout_lengths, save_plots
-from ..records import write_json
+from ..plots import rollout_lengths, save_plots
+from ..records import ROLLOUTS, read_lines, write_json
+from ..report.statistics import phase_seconds
 from ..trainer import UloRLTrainer
 
 
@@ -20,12 +23,12 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
     before, after = (evaluation.before, evaluation.after) if evaluation else (None, None)
     folder = Path(cast(str, trainer.args.output_dir))
     history = trainer.state.log_history
-    log = folder / "rollouts.jsonl"
-    records = read_rollouts(log) if log.exists() else []
+    log = folder / ROLLOUTS
+    records = read_lines(log) if log.exists() else []
     lengths = rollout_lengths(records)
     entropies = [entry["entropy"] for entry in history if entry.get("entropy") is not None]
     batches_per_step = trainer.args.gradient_accumulation_steps / trainer.args.micro_steps_per_batch
-    times = _phase_seconds(history, batches_per_step)
+    times = phase_seconds(history, batches_per_step)
     summary: dict[str, Any] = {
         "steps": trainer.state.global_step,
         "train_seconds": _train_seconds(history, evaluation),
@@ -63,7 +66,13 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
             f"Entropy in the last third of the steps: {summary['entropy_last_third']:.3f} nats (sigma {sigma})."
         )
     lines.append(f"Saved to {folder}: the model, summary.json, {', '.join(path.name for path in plots)}")
+    lines.append(f"All of it in one page: {_command()} report {folder}")
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _command() -> str:
+    """Return how to call the command line here: it may be in an environment that is not on the path."""
+    return "trl-ulorl" if which("trl-ulorl") else os.path.relpath(Path(sys.executable).with_name("trl-ulorl"))
 
 
 def _mean(values: list[float]) -> float | None:
@@ -74,22 +83,6 @@ def _train_seconds(history: list[dict[str, Any]], evaluation: EvaluationCallback
     """Return the wall-clock time of training, without the evaluations made meanwhile."""
     runtimes = [entry["train_runtime"] for entry in history if "train_runtime" in entry]
     return float(runtimes[-1]) - (evaluation.seconds if evaluation else 0.0) if runtimes else 0.0
-
-
-def _phase_seconds(history: list[dict[str, Any]], batches_per_step: float) -> dict[str, float]:
-    """Share the seconds of all steps out over decoding, waiting for rewards and ranks, and updating the model.
-
-    A logged value is the mean over the steps since the last log, and for the rollout over their batches.
-    """
-    seconds = dict.fromkeys(("decode", "score", "exchange", "update"), 0.0)
-    last_step = 0
-    for entry in (entry for entry in history if "step_time" in entry):
-        steps, last_step = entry["step"] - last_step, entry["step"]
-        parts = {name: entry.get(f"rollout/{name}_seconds") or 0.0 for name in ("decode", "score", "exchange")}
-        for name, value in parts.items():
-            seconds[name] += value * batches_per_step * steps
-        seconds["update"] += (entry["step_time"] - sum(parts.values()) * batches_per_step) * steps
-    return seconds
 
 
 def _table(before: EvaluationResult, after: EvaluationResult, k: int) -> list[str]:

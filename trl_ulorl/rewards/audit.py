@@ -94,6 +94,11 @@ class RuleAudit:
         self._log_path = None if log_path is None else Path(log_path)
         self._random = random.Random(seed)
 
+    def start_step(self, step: int) -> None:
+        """Tell the judge the training step, if it has a budget for each."""
+        if hasattr(self._judge, "start_step"):
+            self._judge.start_step(step)
+
     def add(self, decided: Sequence[tuple[str, str, bool]]) -> None:
         """Sample from pairs that the rules decided, and have the sample judged.
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .audit import RuleAudit
 from .judge import AnswerJudge
 from .verify import STAGE_NAMES, Verdict, verify_answers
 
@@ -28,7 +29,7 @@ class VerifierReward:
     Pass an instance to `reward_funcs`. TRL leaves a `None` out of the baseline, so a pair that cannot be decided
     neither rewards nor punishes; the trainer counts them in `verifier/undecided_frac`. Without math-verify and pint
     (`pip install "trl-ulorl[math]"`) units, integrals and sums are among them.
-    Instances hold no state of their own: they may be pickled, and called from several threads.
+    Instances hold no state of their own but `audit`'s counts: without it they may be pickled, and called from several threads.
 
     Logged metrics: for each stage of the verifier, `verifier/stage_<name>_frac`.
     Logged columns: `verifier_stage` and `extracted_answer`.
@@ -38,6 +39,8 @@ class VerifierReward:
             words differ, which without a judge are taken as wrong. `None` from it stays `None`. One with a method
             `start_step`, such as `GenerativeVerifier`, is told the training step, for its budget.
         lenient: Whether an output that marks no answer may answer by how it ends, which rewards guesses.
+        audit: Has a judge decide a share of what the rules decided again, and counts where they disagree; the rewards stay
+            the rules'. A call waits for it.
 
     Example:
         >>> VerifierReward()(completions=["So it is \\boxed{0.5}.", "No idea."], answer=["1/2", "1/2"])
@@ -49,9 +52,12 @@ class VerifierReward:
     answer_columns: ClassVar[tuple[str, ...]] = ("answer", "solution")
     """Dataset columns that may hold the reference, the first one present wins."""
 
-    def __init__(self, judge: AnswerJudge | None = None, *, lenient: bool = False) -> None:
+    def __init__(
+        self, judge: AnswerJudge | None = None, *, lenient: bool = False, audit: RuleAudit | None = None
+    ) -> None:
         self.judge = judge
         self.lenient = lenient
+        self.audit = audit
         missing = [name for name in ("math_verify", "pint") if find_spec(name) is None]
         if missing:
             logger.warning(
@@ -99,6 +105,10 @@ class VerifierReward:
                 "reference for each completion. Repeat a prompt's `answer` for each of its completions."
             )
         verdicts = _by_rules(completions, references, lenient=self.lenient)
+        if self.audit is not None:
+            if trainer_state is not None:
+                self.audit.start_step(trainer_state.global_step)
+            _add_to(self.audit, [each for each in verdicts if self.judge is None or not each.is_open])
         if self.judge is not None:
             if trainer_state is not None and hasattr(self.judge, "start_step"):
                 self.judge.start_step(trainer_state.global_step)
@@ -123,6 +133,22 @@ def _by_rules(completions: Sequence[Completion], references: Sequence[Any], *, l
             failed[place] = Verdict(None, "error", "", "", type(error).__name__)
     verdicts = iter(verify_answers(pairs, lenient=lenient))
     return [failed[place] if place in failed else next(verdicts) for place in range(len(completions))]
+
+
+def _add_to(audit: RuleAudit, verdicts: Sequence[Verdict]) -> None:
+    """Add the pairs of answers that the rules decided; what it costs if the judge fails is only this."""
+    decided = [
+        (verdict.prediction, verdict.reference, verdict.equivalent)
+        for verdict in verdicts
+        if verdict.equivalent is not None
+        and verdict.prediction
+        and verdict.reference
+        and max(len(verdict.prediction), len(verdict.reference)) <= _MAX_JUDGED_CHARACTERS
+    ]
+    try:
+        audit.add(decided)
+    except Exception:
+        logger.warning(f"The audit of {len(decided)} pairs failed; their rewards are not touched.", exc_info=True)
 
 
 def _with_judge(verdicts: list[Verdict], judge: AnswerJudge) -> list[Verdict]:
