@@ -42,10 +42,10 @@ CPU_SECONDS = 1
 WALL_SECONDS = 30.0  # a program can't wait, so only a machine that is too busy takes so long
 MEMORY_BYTES = 256 * 2**20  # address space, the interpreter's own included
 OUTPUT_BYTES = 64 * 2**10
-MODULES = (
+MODULES = (  # noqa: SIM905 - reads better as one string
     "array base64 bisect calendar cmath collections copy dataclasses datetime decimal enum fractions functools hashlib heapq "
     "itertools json math numbers operator random re statistics string textwrap time typing unicodedata"
-).split()  # noqa: SIM905 - reads better as one string
+).split()
 START_SECONDS = 60.0  # for the server to load them on a busy machine
 
 
