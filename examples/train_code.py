@@ -232,7 +232,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output_dir", default="outputs/code")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--warm_start_steps", type=int, default=250)
+    parser.add_argument("--warm_start_steps", type=int, default=160)
     known, others = parser.parse_known_args(arguments)
     (outcome,) = SANDBOX.run([Job("def f(): return 1", "f", [[]])])
     if outcome.values != [1]:
