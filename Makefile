@@ -3,7 +3,7 @@
 #   python3 -m venv .venv && .venv/bin/pip install torch && make install CONSTRAINTS= EXTRAS=dev,vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-vllm lint bench clean
+.PHONY: help install install-vllm demo test test-vllm lint docs dist bench clean
 
 # The first interpreter that is new enough; each is asked, because a version manager's shim may exist and not run.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -73,6 +73,17 @@ lint: install  ## Check style, types and the direction of imports
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Strict: a link or an anchor that leads nowhere fails it. The reference is read from this checkout's docstrings.
+docs: install  ## Build the documentation into outputs/site
+	PYTHONPATH=. $(BIN)/mkdocs build --strict
+
+# Where the tests can't look: an environment without this checkout and without the developer tools.
+dist: install  ## Build wheel and sdist into dist/, and try the wheel in a fresh environment, some minutes
+	rm -rf dist build
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	PYTHON=$(abspath $(BIN)/python) CONSTRAINTS=$(abspath $(CONSTRAINTS)) .ci/try_wheel dist/*.whl
 
 # All in the environment with vLLM; each runs to its end even if another misses a target.
 bench: install-vllm  ## Run every benchmark in benchmarks/, tens of minutes; results in outputs/bench

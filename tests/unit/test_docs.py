@@ -199,18 +199,6 @@ def test_every_stage_of_the_verifier_is_named():
 
 
 @each_page
-def test_python_blocks_compile(page):
-    for block in code_blocks(page, "python"):
-        compile(block, str(page), "exec")
-
-
-@pytest.mark.parametrize("name", ["rewards", "evaluation"])
-def test_examples_run(name):
-    for block in code_blocks(ROOT / "docs" / f"{name}.md", "python"):
-        exec(block, {})  # noqa: S102 - our own text
-
-
-@each_page
 def test_yaml_blocks_hold_fields_of_the_configuration(page):
     known = {field.name for field in dataclasses.fields(UloRLConfig)}
     for block in code_blocks(page, "yaml"):

@@ -86,7 +86,8 @@ def build(
     Raises:
         ValueError: If the input does not fit together.
     """
-    model_name = model_args.model_name_or_path or embedded_model_path()
+    given = model_args.model_name_or_path
+    model_name = embedded_model_path() if given in (None, "embedded") else given
     tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")
     train, held_out = load_data(script_args, training_args.seed, is_chat=tokenizer.chat_template is not None)
     reward = load_reward(script_args.reward)

@@ -51,8 +51,8 @@ def arithmetic_dataset(num_problems: int, *, seed: int, split: Literal["train", 
         ValueError: If an argument is out of range.
 
     Example:
-        >>> arithmetic_dataset(1, seed=0, split="train")[0]["prompt"][0]["role"]
-        'user'
+        >>> arithmetic_dataset(1, seed=0, split="train").column_names
+        ['prompt', 'answer', 'num_terms']
     """
     if num_problems < 1:
         raise ValueError(
