@@ -186,9 +186,11 @@ def test_the_example_trains_saves_and_says_how_well(tmp_path, options):
 
 @pytest.fixture(scope="module")
 def example():
+    sys.path.insert(0, str(ROOT / "examples"))
     specification = importlib.util.spec_from_file_location("train_verifier", ROOT / "examples" / "train_verifier.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "examples"))
     return module
 
 
@@ -208,7 +210,9 @@ def test_the_example_draws_pairs_that_are_what_it_says(example):
             certain += 1
             assert verdict.equivalent is each.equal, each
     assert certain > 500
-    assert {each.family for each in trained_on} == set(example.FAMILIES)
+    assert {each.family for each in trained_on} == {
+        *["count", "ordinal", "number", "quantity", "terms", "clock", "date", "trend"]
+    }
 
 
 def test_the_example_teaches_where_a_pair_becomes_different(example):
