@@ -11,8 +11,8 @@ import torch
 from judge_server import MODEL, JudgeServer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from trl_ulorl import verify_answer
 from trl_ulorl.data.arithmetic import embedded_model_path
+from trl_ulorl.rewards import verify_answers
 from trl_ulorl.rewards.judge import MAX_VERDICT_TOKENS, VERDICTS, GenerativeVerifier, judge_messages
 from trl_ulorl.rewards.judge_models import EndpointModel, TransformersModel
 
@@ -175,28 +175,62 @@ def test_the_example_trains_saves_and_says_how_well(tmp_path, options):
     command += ["--steps", "2", "--batch-size", "4", "--eval-pairs", "8", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "before" in done.stdout and "standard error" in done.stdout
+    assert "before" in done.stdout and "one standard error" in done.stdout
     summary = json.loads((tmp_path / "verifier" / "summary.json").read_text())
     assert summary["instructions"] is bool(options)
     for moment in ("before", "after"):
         assert 0 <= summary[moment]["accuracy"] <= 1 - summary[moment]["undecided_frac"] <= 1
+    assert "those pairs that rules leave open" in done.stdout
     assert TransformersModel(tmp_path / "verifier", device="cpu").complete(PROMPTS[:1])[0] is not None
 
 
-def test_the_example_draws_pairs_that_are_what_it_says():
-    """Equal by construction and different by construction, checked by the rules where these are certain."""
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(ROOT / "examples"))
     specification = importlib.util.spec_from_file_location("train_verifier", ROOT / "examples" / "train_verifier.py")
-    example = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(example)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "examples"))
+    return module
+
+
+def test_the_example_draws_pairs_that_are_what_it_says(example):
+    """Equal by construction and different by construction, checked by the rules where these are certain."""
     trained_on = example.draw_examples(3000, seed=1, held_out=False)
     held_out = example.draw_examples(300, seed=0, held_out=True)
-    assert sum(equal for _, _, equal in held_out) == 150
-    assert len({frozenset(pair[:2]) for pair in held_out}) == 300
-    assert not {frozenset(pair[:2]) for pair in trained_on} & {frozenset(pair[:2]) for pair in held_out}
+    assert sum(each.equal for each in held_out) == 150
+    assert len({frozenset(each[:2]) for each in held_out}) == 300
+    assert not {frozenset(each[:2]) for each in trained_on} & {frozenset(each[:2]) for each in held_out}
+    seen = {text for each in trained_on if each.family == "number" for text in each[:2]}
+    assert seen and not seen & {each.first for each in held_out if each.family == "number" and each.equal}
+    pairs = [(rf"\boxed{{{each.first}}}", each.second) for each in trained_on]
     certain = 0
-    for first, second, equal in trained_on:
-        verdict = verify_answer(rf"\boxed{{{first}}}", second)
-        if verdict.stage == "numeric":
+    for each, verdict in zip(trained_on, verify_answers(pairs), strict=True):
+        if verdict.stage in ("numeric", "units"):
             certain += 1
-            assert verdict.equivalent is equal, (first, second)
+            assert verdict.equivalent is each.equal, each
     assert certain > 500
+    assert {each.family for each in trained_on} == {
+        *["count", "ordinal", "number", "quantity", "terms", "clock", "date", "trend"]
+    }
+
+
+def test_the_example_teaches_where_a_pair_becomes_different(example):
+    pairs = [
+        example.Example("7:30", "half past seven", True, "clock", ("7:30", "half past seven")),
+        example.Example("7:30", "half past nine", False, "clock", ("7:30", "half past seven")),
+    ]
+    model, tokenizer = example.small_model(example.draw_examples(2000, seed=0, held_out=False))
+    equal, different = example.as_token_rows(pairs, tokenizer)
+
+    def texts(ids):
+        return [None if token == -100 else tokenizer.decode([token]) for token in ids]
+
+    tail = ["half", " past", " seven", '"}', "EQUIVALENT", "<end>"]
+    assert texts(equal["input_ids"])[-6:] == texts(equal["labels"])[-6:] == tail
+    assert texts(different["input_ids"])[-6:] == ["half", " past", " nine", '"}', "DIFFERENT", "<end>"]
+    assert texts(different["labels"])[-6:] == [None, None, None, "DIFFERENT", "DIFFERENT", "<end>"]
+    assert set(texts(different["labels"])[:-6]) == set(texts(equal["labels"])[:-6]) == {None}
+    prompt = tokenizer.apply_chat_template(judge_messages("7:30", "half past nine", ""), tokenize=False)
+    assert tokenizer(prompt)["input_ids"] == different["input_ids"][:-2]  # what the judge asks is what was trained
+    assert model.config.vocab_size == len(tokenizer)

@@ -14,7 +14,7 @@ import trl_ulorl
 from trl_ulorl import DMMPTsConfig, UloRLConfig
 from trl_ulorl.diagnostics import UpdateSums
 from trl_ulorl.objective import NUM_STATS, importance_metrics
-from trl_ulorl.rewards import VerifierReward
+from trl_ulorl.rewards import RuleAudit, VerifierReward
 from trl_ulorl.rewards.verify import STAGE_NAMES
 from trl_ulorl.rollout.pool import Finish, Ledger, RolloutGroup, Segment
 from trl_ulorl.rollout.report import StepReport, batch_metrics, completed_metrics, ledger_metrics, step_metrics
@@ -121,8 +121,14 @@ def metrics_of_an_update():
 
 
 def metrics_of_the_verifier():
+    class Judge:
+        def judge(self, pairs):
+            return [False] * len(pairs)
+
     names = []
-    VerifierReward()(completions=["1"], answer=["1"], log_metric=lambda name, value: names.append(name))
+    reward = VerifierReward(audit=RuleAudit(Judge(), fraction=1))
+    boxes = [r"\boxed{1}", r"\boxed{2}"]
+    reward(completions=boxes, answer=["1", "1"], log_metric=lambda name, value: names.append(name))
     return names
 
 
@@ -164,6 +170,7 @@ def test_names_are_collected_from_every_source():
         "importance/stale_ess",
         "dmmpts/masked_frac",
         "verifier/stage_<name>_frac",
+        "verifier/audit_false_negative_frac",
         "verifier/failed",
     } <= emitted()
 

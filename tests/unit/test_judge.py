@@ -5,13 +5,11 @@
 import json
 import re
 import threading
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_ulorl.rewards import VerifierReward
 from trl_ulorl.rewards.audit import AuditCounts, RuleAudit, wilson_interval
 from trl_ulorl.rewards.judge import (
     INSTRUCTIONS,
@@ -519,52 +517,3 @@ def test_a_lone_surrogate_does_not_stop_the_log(tmp_path):
 def test_a_fraction_that_is_none_is_refused(fraction):
     with pytest.raises(ValueError, match=r"must be in \(0, 1\].*leave the audit out"):
         RuleAudit(GenerativeVerifier(ScriptedModel()), fraction=fraction)
-
-
-# ---------------------------------------------------------------------------------------------- the audit of a training
-
-
-class RecordingAudit(RuleAudit):
-    """An audit of everything that keeps what it was given."""
-
-    def __init__(self, answer=honest):
-        self.model = ScriptedModel(answer)
-        super().__init__(GenerativeVerifier(self.model), fraction=1.0)
-        self.given, self.steps = [], []
-
-    def add(self, decided):
-        self.given += decided
-        super().add(decided)
-
-    def start_step(self, step):
-        self.steps.append(step)
-        super().start_step(step)
-
-
-COMPLETIONS = [r"\boxed{0.5}", r"\boxed{3}", r"\boxed{a cat}", "no answer at all", r"\boxed{" + "1" * 1500 + "}"]
-REFERENCES = ["1/2", "4", "the dog", "5", "6"]
-
-
-def test_a_reward_gives_the_audit_what_its_rules_decided():
-    audit = RecordingAudit()
-    rewards = VerifierReward(audit=audit)(
-        completions=COMPLETIONS, answer=REFERENCES, trainer_state=SimpleNamespace(global_step=7)
-    )
-    assert rewards[:4] == [1.0, 0.0, 0.0, 0.0]
-    assert audit.given == [("0.5", "1/2", True), ("3", "4", False), ("a cat", "the dog", False)]
-    assert audit.right.num_decided == 1 and audit.wrong.num_decided == 2
-    assert audit.steps == [7]
-
-
-def test_what_goes_to_a_judge_is_not_the_rules_decision():
-    audit = RecordingAudit()
-    judge = GenerativeVerifier(ScriptedModel(lambda *pair: "EQUIVALENT"))
-    VerifierReward(judge, audit=audit)(completions=COMPLETIONS, answer=REFERENCES)
-    assert audit.given == [("0.5", "1/2", True), ("3", "4", False)]
-
-
-def test_an_audit_that_fails_costs_no_reward(caplog):
-    audit = RecordingAudit()
-    audit.add = lambda decided: 1 / 0
-    assert VerifierReward(audit=audit)(completions=COMPLETIONS[:1], answer=REFERENCES[:1]) == [1.0]
-    assert "their rewards are not touched" in caplog.text

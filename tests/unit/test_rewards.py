@@ -5,14 +5,18 @@ Predictions are whole outputs; `boxed` wraps a bare answer. Whether verdicts are
 
 # ruff: noqa: RUF001 (full-width characters are what is tested)
 
+import json
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from trl_ulorl.rewards import Verdict, VerifierReward, stages, verify_answer, verify_answers
+from trl_ulorl.rewards.audit import RuleAudit, wilson_interval
 from trl_ulorl.rewards.extraction import extract_answer, extract_reference
+from trl_ulorl.rewards.judge import GenerativeVerifier
 from trl_ulorl.rewards.normalize import normalize_answer
 from trl_ulorl.rewards.verify import STAGE_NAMES
 
@@ -334,6 +338,78 @@ def test_a_judge_is_not_asked_about_endless_answers():
     long = boxed("word " * 300)
     assert VerifierReward(judge)([long, boxed("rises")], answer=["grows", "grows"]) == [0.0, 1.0]
     assert judge.asked == [[("rises", "grows")]]
+
+
+DECIDED = (
+    [boxed("27 cm"), boxed("27 cm"), boxed("seven"), boxed("rises"), "no", boxed("7"), boxed("word " * 300)],
+    ["0.27 m", "27 m", "7", "grows", "7", "7", "8"],
+)
+
+
+def test_an_audit_gets_what_rules_decided_and_changes_no_reward(tmp_path):
+    # The judge turns one of two wrong ones and none of three right ones; open, empty and endless answers aren't audited.
+    log, metrics, judge = tmp_path / "log.jsonl", {}, RecordingJudge([True, True, None, True, False])
+    audit = RuleAudit(judge, fraction=1, log_path=log)
+    completions, references = [*DECIDED[0], boxed("5")], [*DECIDED[1], "6"]
+    rewards = VerifierReward(audit=audit)(completions, answer=references, log_metric=metrics.__setitem__)
+    assert rewards == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert judge.asked == [[("27 cm", "0.27 m"), ("27 cm", "27 m"), ("seven", "7"), ("7", "7"), ("5", "6")]]
+    assert metrics["verifier/audit_false_negative_frac"] == 0.5
+    assert (metrics["verifier/audit_false_negative_low"], metrics["verifier/audit_false_negative_high"]) == (
+        pytest.approx(wilson_interval(1, 2))
+    )
+    assert metrics["verifier/audit_false_negative_judged"] == 2
+    assert metrics["verifier/audit_false_positive_frac"] == 0
+    assert metrics["verifier/audit_false_positive_judged"] == 2  # one of three has no verdict
+    assert [json.loads(line) for line in log.read_text().splitlines()] == [
+        {"prediction": "27 cm", "reference": "27 m", "rules": 0, "judge": 1}
+    ]
+
+
+def test_an_audit_logs_no_estimate_before_it_has_one():
+    metrics = {}
+    reward = VerifierReward(audit=RuleAudit(RecordingJudge([None]), fraction=1))
+    assert reward([boxed("1")], answer=["2"], log_metric=metrics.__setitem__) == [0.0]
+    assert not [name for name in metrics if "audit" in name]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("down"), [True]])
+def test_an_audit_that_fails_costs_no_reward(failure, caplog):
+    audit = RuleAudit(RecordingJudge(failure), fraction=1)
+    assert VerifierReward(audit=audit)(DECIDED[0], answer=DECIDED[1]) == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+    assert "The audit of the rules failed on a batch of 4 pairs" in caplog.text
+
+
+def test_open_pairs_come_first_in_the_budget_that_judge_and_audit_share():
+    class Agreeing:
+        def complete(self, prompts):
+            return ["DIFFERENT"] * len(prompts)
+
+    judge = GenerativeVerifier(Agreeing(), max_pairs_per_step=2)
+    audit = RuleAudit(judge, fraction=1)
+    reward = VerifierReward(judge, audit=audit)
+    decided, expected = [boxed("27 cm")] * 3 + [boxed("rises")], ["27 m", "28 m", "29 m", "grows"]
+    step = SimpleNamespace(global_step=3)
+    assert reward(decided, answer=expected, trainer_state=step) == [0.0] * 4
+    assert (audit.wrong.num_sampled, audit.wrong.num_judged) == (3, 1)  # the open pair took the other place
+    assert judge.counts["budget"] == 2
+    assert reward(decided[:3], answer=expected[:3], trainer_state=step) == [0.0] * 3
+    assert audit.wrong.num_judged == 2  # the same step: what is kept costs nothing, the rest waits
+    step.global_step = 4
+    reward(decided[:3], answer=expected[:3], trainer_state=step)
+    assert audit.wrong.num_judged == 5
+
+
+def test_the_audits_own_judge_is_told_the_step():
+    steps = []
+
+    class Stepping(RecordingJudge):
+        def start_step(self, step):
+            steps.append(step)
+
+    reward = VerifierReward(audit=RuleAudit(Stepping([False]), fraction=1))
+    reward([boxed("1")], answer=["2"], trainer_state=SimpleNamespace(global_step=7))
+    assert steps == [7]
 
 
 def test_the_reward_is_strict_unless_told():

@@ -71,7 +71,14 @@ def test_cases(verdicts, category):
 
 
 ONE_WAY = {
-    *("numeric-16", "numeric-18", "percent_currency-14", "expression-56"),  # what is rounded is the reference
+    *(
+        "numeric-16",
+        "numeric-18",
+        "percent_currency-14",
+        "expression-56",
+        "fp_trap-32",
+        "fp_trap-34",
+    ),  # what is rounded is the reference
     *("text_choice-13", "text_choice-46"),  # a yes with its reason, against a bare yes
     "expression-64",  # a reference that nobody can read decides nothing
 }

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,8 @@ class AuditCounts:
 class RuleAudit:
     """Estimates how often the rules are wrong, from a sampled share of their decisions that a judge decides again.
 
-    A judge errs too: where both disagree, the log says about what, and a reader who is right.
+    A judge errs too: where both disagree, the log says about what, and a reader who is right. One call runs at a time;
+    others wait.
 
     Args:
         judge: What decides again.
@@ -93,11 +95,27 @@ class RuleAudit:
         self._fraction = fraction
         self._log_path = None if log_path is None else Path(log_path)
         self._random = random.Random(seed)
+        self._lock = threading.Lock()
 
     def start_step(self, step: int) -> None:
-        """Tell the judge the training step, if it has a budget for each."""
+        """Pass on to the judge which step the next pairs belong to, for its budget, if it has one."""
         if hasattr(self._judge, "start_step"):
             self._judge.start_step(step)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the estimates so far, with the bounds of their 95 % intervals; one for which nothing was judged is left out."""
+        figures: dict[str, float] = {}
+        with self._lock:
+            for name, counts in (("negative", self.wrong), ("positive", self.right)):
+                if counts.disagreed_frac is not None:
+                    low, high = counts.interval
+                    figures |= {
+                        f"false_{name}_frac": counts.disagreed_frac,
+                        f"false_{name}_low": low,
+                        f"false_{name}_high": high,
+                        f"false_{name}_judged": counts.num_judged,
+                    }
+        return figures
 
     def add(self, decided: Sequence[tuple[str, str, bool]]) -> None:
         """Sample from pairs that the rules decided, and have the sample judged.
@@ -105,6 +123,10 @@ class RuleAudit:
         Args:
             decided: The prediction's and the reference's short answer, and whether the rules call them equal.
         """
+        with self._lock:
+            self._add(decided)
+
+    def _add(self, decided: Sequence[tuple[str, str, bool]]) -> None:
         sampled = [each for each in decided if self._random.random() < self._fraction]
         verdicts = self._judge.judge([(prediction, reference) for prediction, reference, _ in sampled])
         for _, _, equivalent in decided:

@@ -76,6 +76,7 @@ def _to_answer(text: str) -> Answer:
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _SUBSCRIPT_RUN = re.compile("[₀-₉]+")
+_CIRCLED_RUN = re.compile("[①-⑳]{2,}")  # labels of statements: ①③ is no 13
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 # Before NFKC, which would turn them into plain letters.
 _DOUBLE_STRUCK = str.maketrans(
@@ -128,6 +129,7 @@ _SYMBOLS = str.maketrans(
 def _characters(text: str) -> str:
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + run[0].translate(_SUPERSCRIPTS) + "}", text)
     text = _SUBSCRIPT_RUN.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
+    text = _CIRCLED_RUN.sub(lambda run: ",".join(run[0]), text)
     text = _VULGAR_FRACTION.sub(_vulgar_to_latex, text).translate(_DOUBLE_STRUCK)
     text = unicodedata.normalize("NFKC", text).translate(_SYMBOLS)
     return "".join(
@@ -162,6 +164,7 @@ def _patterns(*rules: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...
     return tuple((re.compile(pattern), replacement) for pattern, replacement in rules)
 
 
+_BEFORE, _AFTER = r"(?<=[0-9A-Za-z)}])\s?", r"\s?(?=[0-9A-Za-z(\\-])"  # sides of a relation in Chinese words
 # One spelling for what LaTeX writes in several ways; the order matters.
 _LAYOUT = _patterns(
     (r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}", r"\\text{\1}"),
@@ -184,6 +187,10 @@ _LAYOUT = _patterns(
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"!=", r"\\ne "),
+    (rf"{_BEFORE}(?:大于或?等于|不小于){_AFTER}", r"\\ge "),
+    (rf"{_BEFORE}(?:小于或?等于|不大于){_AFTER}", r"\\le "),
+    (rf"{_BEFORE}大于{_AFTER}", ">"),
+    (rf"{_BEFORE}小于{_AFTER}", "<"),
     (r"\\(?:varnothing|O)(?![A-Za-z])", r"\\emptyset"),
     (r"\\(?:dots|cdots|ldots|dotsc|dotsb)(?![A-Za-z])|\.\.\.|…", r"\\ldots "),
     (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),

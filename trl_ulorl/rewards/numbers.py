@@ -41,7 +41,7 @@ _NUMBER = re.compile(
     rf"|(?P<value>{_DECIMAL})(?P<ellipsis>\\ldots)?"
     rf"(?:/(?P<divisor>{_DECIMAL})|(?:e|(?:\\times|\\cdot|\*)\s?10\^)\{{?(?P<exponent>[+-]?\d{{1,5}})\}}?)?"
     rf"|10\^\{{?(?P<power>[+-]?\d{{1,5}})\}}?)"
-    r"\s?(?P<percent>%|\bpercent\b|\bper cent\b|\\permil|‰)?",
+    r"\s?(?P<percent>%|\bpercent\b|\bper cent\b|\bpct\b|\\permil|‰)?",
     re.ASCII | re.IGNORECASE,
 )
 _ABOUT = re.compile(

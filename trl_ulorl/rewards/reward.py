@@ -29,18 +29,19 @@ class VerifierReward:
     Pass an instance to `reward_funcs`. TRL leaves a `None` out of the baseline, so a pair that cannot be decided
     neither rewards nor punishes; the trainer counts them in `verifier/undecided_frac`. Without math-verify and pint
     (`pip install "trl-ulorl[math]"`) units, integrals and sums are among them.
-    Instances hold no state of their own but `audit`'s counts: without it they may be pickled, and called from several threads.
+    Instances hold no state of their own: they may be pickled, if judge and audit may, and called from several threads.
 
-    Logged metrics: for each stage of the verifier, `verifier/stage_<name>_frac`.
+    Logged metrics: for each stage of the verifier, `verifier/stage_<name>_frac`; with an audit, its estimates so far in
+    this process, `verifier/audit_<name>`.
     Logged columns: `verifier_stage` and `extracted_answer`.
 
     Args:
         judge: Asked, once per batch, about the pairs that rules leave open: those they can't decide, and those whose
             words differ, which without a judge are taken as wrong. `None` from it stays `None`. One with a method
             `start_step`, such as `GenerativeVerifier`, is told the training step, for its budget.
+        audit: Has a sampled share of the pairs judged again that rules have decided, after the open ones, so that these
+            come first in a budget that both share. It changes no reward, and where it fails none is lost.
         lenient: Whether an output that marks no answer may answer by how it ends, which rewards guesses.
-        audit: Has a judge decide a share of what the rules decided again, and counts where they disagree; the rewards stay
-            the rules'. A call waits for it.
 
     Example:
         >>> VerifierReward()(completions=["So it is \\boxed{0.5}.", "No idea."], answer=["1/2", "1/2"])
@@ -53,11 +54,11 @@ class VerifierReward:
     """Dataset columns that may hold the reference, the first one present wins."""
 
     def __init__(
-        self, judge: AnswerJudge | None = None, *, lenient: bool = False, audit: RuleAudit | None = None
+        self, judge: AnswerJudge | None = None, *, audit: RuleAudit | None = None, lenient: bool = False
     ) -> None:
         self.judge = judge
-        self.lenient = lenient
         self.audit = audit
+        self.lenient = lenient
         missing = [name for name in ("math_verify", "pint") if find_spec(name) is None]
         if missing:
             logger.warning(
@@ -104,20 +105,22 @@ class VerifierReward:
                 f"`VerifierReward` got {len(completions)} completions and {len(references)} references: it needs one "
                 "reference for each completion. Repeat a prompt's `answer` for each of its completions."
             )
-        verdicts = _by_rules(completions, references, lenient=self.lenient)
-        if self.audit is not None:
-            if trainer_state is not None:
-                self.audit.start_step(trainer_state.global_step)
-            _add_to(self.audit, [each for each in verdicts if self.judge is None or not each.is_open])
+        by_rules = verdicts = _by_rules(completions, references, lenient=self.lenient)
         if self.judge is not None:
             if trainer_state is not None and hasattr(self.judge, "start_step"):
                 self.judge.start_step(trainer_state.global_step)
             verdicts = _with_judge(verdicts, self.judge)
+        if self.audit is not None:
+            if trainer_state is not None:
+                self.audit.start_step(trainer_state.global_step)
+            _audit(by_rules, self.audit)
         if log_extra is not None:
             log_extra("verifier_stage", [verdict.stage for verdict in verdicts])
             log_extra("extracted_answer", [verdict.prediction for verdict in verdicts])
         if log_metric is not None and verdicts:
             _log_fractions(verdicts, log_metric)
+            for name, figure in self.audit.metrics().items() if self.audit is not None else ():
+                log_metric(f"verifier/audit_{name}", figure)
         return [None if verdict.equivalent is None else float(verdict.equivalent) for verdict in verdicts]
 
 
@@ -135,29 +138,9 @@ def _by_rules(completions: Sequence[Completion], references: Sequence[Any], *, l
     return [failed[place] if place in failed else next(verdicts) for place in range(len(completions))]
 
 
-def _add_to(audit: RuleAudit, verdicts: Sequence[Verdict]) -> None:
-    """Add the pairs of answers that the rules decided; what it costs if the judge fails is only this."""
-    decided = [
-        (verdict.prediction, verdict.reference, verdict.equivalent)
-        for verdict in verdicts
-        if verdict.equivalent is not None
-        and verdict.prediction
-        and verdict.reference
-        and max(len(verdict.prediction), len(verdict.reference)) <= _MAX_JUDGED_CHARACTERS
-    ]
-    try:
-        audit.add(decided)
-    except Exception:
-        logger.warning(f"The audit of {len(decided)} pairs failed; their rewards are not touched.", exc_info=True)
-
-
 def _with_judge(verdicts: list[Verdict], judge: AnswerJudge) -> list[Verdict]:
     """Put the judge's verdicts in the place of those that rules leave open."""
-    places = [
-        place
-        for place, verdict in enumerate(verdicts)
-        if verdict.is_open and max(len(verdict.prediction), len(verdict.reference)) <= _MAX_JUDGED_CHARACTERS
-    ]
+    places = [place for place, verdict in enumerate(verdicts) if verdict.is_open and _is_short(verdict)]
     if not places:
         return verdicts
     answers: Sequence[bool | None] = [None] * len(places)
@@ -178,6 +161,26 @@ def _with_judge(verdicts: list[Verdict], judge: AnswerJudge) -> list[Verdict]:
         equivalent = None if answer is None else bool(answer)
         judged[place] = replace(verdicts[place], equivalent=equivalent, stage=stage, detail=reason, presumed=False)
     return judged
+
+
+def _audit(verdicts: Sequence[Verdict], audit: RuleAudit) -> None:
+    """Hand over the pairs that rules decided for certain; a pair without an answer on one side is not judged."""
+    decided = [
+        (verdict.prediction, verdict.reference, verdict.equivalent)
+        for verdict in verdicts
+        if verdict.equivalent is not None
+        and not verdict.is_open
+        and (verdict.prediction and verdict.reference)
+        and _is_short(verdict)
+    ]
+    try:
+        audit.add(decided)
+    except Exception:
+        logger.warning(f"The audit of the rules failed on a batch of {len(decided)} pairs.", exc_info=True)
+
+
+def _is_short(verdict: Verdict) -> bool:
+    return max(len(verdict.prediction), len(verdict.reference)) <= _MAX_JUDGED_CHARACTERS
 
 
 def _first_present(answer: Sequence[Any] | None, solution: Sequence[Any] | None) -> Sequence[Any] | None:

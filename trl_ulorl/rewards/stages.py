@@ -13,7 +13,7 @@ from .choices import has_words, same_choice, same_truth, same_words
 from .errors import Refused
 from .extraction import extract_answer, extract_reference
 from .normalize import Answer, to_answer
-from .numbers import decimal_comma, read_number, same_value
+from .numbers import Number, decimal_comma, read_number, same_value
 from .units import Formulas, same_quantity
 
 
@@ -110,7 +110,8 @@ def judge_without_algebra(prediction: str, reference: str, *, lenient: bool) -> 
 
 
 def _first_decision(answer: Answer, expected: Answer) -> Verdict | Pending:
-    left, right = (_in_digits(side) for side in _without_name(answer, expected))
+    sides = _without_name(_without_restatement(answer), _without_restatement(expected))
+    left, right = (_in_digits(side) for side in sides)
     stage = ""
     try:
         for stage, compare in STAGES:
@@ -149,6 +150,25 @@ def _without_name(answer: Answer, expected: Answer) -> tuple[Answer, Answer]:
         for side, name, rest in zip((answer, expected), names, rests, strict=True)
     )
     return (left, right) if left.form and right.form else (answer, expected)
+
+
+_RESTATED = re.compile(r"([^()]{1,200}?)\s?\(([^()]{1,200})\)([^()\d]{0,100})")
+
+
+def _without_restatement(answer: Answer) -> Answer:
+    """Drop a number in words that a number is followed by, or digits that follow it: "5 (five)", "二十五(25)元"."""
+    restated = _RESTATED.fullmatch(answer.form)
+    if restated is None or not (has_words(restated[1]) or has_words(restated[2])):
+        return answer
+    given, again = (read_number(Answer(text, text, text)) for text in restated.groups()[:2])
+    if given is None or again is None or given != again:
+        return answer
+    bare = to_answer(f"{_digits(given)} {restated[3]}")
+    return bare._replace(raw=answer.raw) if bare.form else answer
+
+
+def _digits(number: Number) -> str:
+    return f"{number.value}{'%' if number.percent else ''}"
 
 
 def _in_digits(answer: Answer) -> Answer:

@@ -20,7 +20,7 @@ _MAX_DEPTH = 12
 def read_structure(text: str, *, depth: int = 0) -> Item:
     """Return the structure of a normalised answer."""
     text = _ANGLES.sub(r"(\1)", text)
-    text = _FRENCH.sub(_brackets_to_parentheses, _unwrapped(text.strip()))
+    text = _FRENCH.sub(_brackets_to_parentheses, _unwrapped(_system(text.strip())))
     if depth > _MAX_DEPTH or len(text) > MAX_CHARACTERS or not _is_balanced(text):
         return Text(text)
     for reader in (_implication, _joined, _matrix, _set_builder, _union, _relation, _signs, _bracketed):
@@ -86,6 +86,25 @@ def _top_level(text: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
 def _pieces(text: str, matches: list[re.Match[str]]) -> list[str]:
     edges = [0, *(edge for match in matches for edge in match.span()), len(text)]
     return [text[edges[place] : edges[place + 1]].strip() for place in range(0, len(edges), 2)]
+
+
+_SYSTEM = re.compile(r"(?P<name>[^{}\\=]{1,20}=)?\\?\{(?P<rows>.*)", re.DOTALL)
+_ROW = re.compile(r"\\\\")
+
+
+def _system(text: str) -> str:
+    r"""Write what one tall brace holds as a list, equations such as `\{x=1\\y=2`, or as cases, if it is an array."""
+    brace = None if _is_balanced(text) else _SYSTEM.fullmatch(text)
+    rows = brace["rows"].strip() if brace else text
+    if brace and not _is_balanced(rows):
+        return text
+    array = _MATRIX.fullmatch(rows) if brace else None
+    if brace and array and array[1] == "array":
+        return rf"{brace['name'] or ''}\begin{{cases}}{array[2].replace('&=', '=').replace('=&', '=')}\end{{cases}}"
+    if "=" not in rows or (brace and brace["name"]):
+        return text
+    ends = _top_level(rows, _ROW)
+    return ",".join(piece for piece in _pieces(rows, ends) if piece) if ends else rows
 
 
 def _unwrapped(text: str) -> str:
@@ -168,6 +187,8 @@ def _matrix(text: str, depth: int) -> Item | None:
     if match[1] in ("cases", "aligned"):
         joined = ", ".join(lines).replace("&", "" if match[1] == "aligned" else " if ")
         return read_structure(joined, depth=depth + 1) if lines else None
+    if match[1] == "array" and len(lines) == 1 and "&" not in lines[0]:
+        return read_structure(lines[0], depth=depth + 1)
     rows = tuple(tuple(read_structure(cell, depth=depth + 1) for cell in line.split("&")) for line in lines)
     if not rows or len(rows) > _MAX_ITEMS or len({len(row) for row in rows}) > 1:
         return None

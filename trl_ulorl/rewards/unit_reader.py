@@ -19,6 +19,9 @@ _TEMPERATURES = {
 }
 
 
+_MONEY = frozenset(name for name, _ in unit_names.CURRENCIES.values())
+
+
 class Unit(NamedTuple):
     """A unit in base units: `value * factor + offset`."""
 
@@ -65,7 +68,7 @@ def _read_unit(text: str) -> Unit | None:
         return _temperature(name)
     if text in (r"^\circ C", r"^\circ F", "°C", "°F"):
         return _temperature("degree_Celsius" if text[-1] == "C" else "degree_Fahrenheit")
-    return _product(text) or _count_noun(text)
+    return _product(text) or _count_noun(text) or _rate(text)
 
 
 def currency_unit(name: str, value: str) -> Unit:
@@ -93,6 +96,31 @@ def _count_noun(text: str) -> Unit | None:
     if text != word or word in unit_names.NO_COUNT_NOUNS or not (is_plural or word in unit_names.IRREGULAR_PLURALS):
         return None
     return Unit(Fraction(1), ((word, Fraction(1)),), is_count=True)
+
+
+_PER = re.compile(r"(?P<above>[^/每]+?)\s?(?:/|\bper\b|每)\s?(?P<below>[^/每]+)", re.IGNORECASE)
+_ONE_THING = re.compile(r"(?:(?:an?|one)\s)?([a-z]{3,})")
+
+
+def _rate(text: str) -> Unit | None:
+    """A price or a count per something: "元/千克", "dollars per hour", "words/min", "people per table"."""
+    rate = _PER.fullmatch(text)
+    above = _read_unit(rate["above"].strip()) if rate else None
+    if rate is None or above is None or not (above.is_count or above.dimensions[0][0] in _MONEY):
+        return None
+    below = _read_unit(rate["below"].strip())
+    if below is None:
+        thing = _ONE_THING.fullmatch(rate["below"].strip())
+        if thing is None or thing[1] in unit_names.NO_COUNT_NOUNS | {"cent"}:
+            return None
+        below = Unit(Fraction(1), ((f"{thing[1]}s", Fraction(1)),), is_count=True)
+    powers = dict(above.dimensions)
+    for name, power in below.dimensions:
+        powers[name] = powers.get(name, Fraction(0)) - power
+    kept = tuple(sorted((name, power) for name, power in powers.items() if power))
+    # Other nouns may name the same things: per person, per student.
+    is_count = above.is_count or below.is_count
+    return Unit(above.factor / below.factor, kept, is_count=is_count) if kept and not below.offset else None
 
 
 def _product(text: str) -> Unit | None:

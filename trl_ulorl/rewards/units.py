@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from . import unit_names
-from .normalize import Answer
+from .normalize import Answer, to_answer
 from .numbers import Number, read_number, read_plain, same_value
 from .unit_reader import COUNT, DEGREES, RADIANS, TEMPERATURE, Unit, currency_unit, read_unit
 
@@ -153,6 +153,10 @@ def _scaled(text: str, unit: Unit) -> str:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 _PREFIX_CURRENCY = re.compile(r"([+-]?)(\\\$|US\\\$|[€£¥₹]|(?:USD|EUR|GBP|RMB|CNY|Rs\.?)\s?(?=\d))\s?(.+)", re.DOTALL)
+_RATE_TAIL = re.compile(r"([+-]?[\d.,]{1,40})\s?((?:/|per\b|每).+)", re.IGNORECASE | re.DOTALL)
+_CHINESE_RATE = re.compile(
+    r"(?:每(?P<below>[\u3400-\u9fff]{1,3})|时速为?)(?P<value>\d[\d.,]{0,40})(?P<above>[A-Za-z\u3400-\u9fff]{1,10})"
+)
 # Where a unit may begin: after what can end a value.
 _START = re.compile(
     r"(?<=[\d)}.])(?=[^\d)}.,+\-*=<>!{(\[])|(?<=\w) (?=[A-Za-z])|(?<=[\da-z\u3400-\u9fff])(?=[\u3400-\u9fff])|(?=\\text\{)"
@@ -184,8 +188,15 @@ def read_quantity(answer: Answer) -> Quantity | None:
         sign = price[2].replace("\\", "").replace("US", "").lower().strip(" .")
         currency = unit_names.CURRENCIES.get(sign) or unit_names.CURRENCIES["₹" if sign == "rs" else "$"]
         value = price[1] + _flat(price[3])
+        rate = _RATE_TAIL.fullmatch(value)
+        unit = read_unit(f"{sign or '$'}{rate[2]}") if rate else None
+        if rate and unit:
+            return Quantity(((rate[1], unit),), is_certain=True)
         tail = re.fullmatch(r"(.*\d)\s?(?:USD|EUR|GBP|dollars|euros)", value)
         return Quantity(((tail[1] if tail else value, currency_unit(*currency)),), is_certain=True)
+    rate = _CHINESE_RATE.fullmatch(marked)
+    if rate:  # 每小时60千米
+        return read_quantity(to_answer(f"{rate['value']}{rate['above']}/{rate['below'] or '时'}")._replace(raw=answer.raw))
     flat = _flat(marked)
     return _simple_quantity(marked, answer.raw) or _sum_of_parts(flat) or _simple_quantity(flat, answer.raw)
 
