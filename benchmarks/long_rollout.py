@@ -293,6 +293,8 @@ def run(folder: Path, num_tokens: int, kill_at: int | None) -> list[dict[str, An
             if not line.startswith('{"event"'):
                 continue
             events.append(json.loads(line))
+            if events[-1]["event"] == "phase":
+                sys.stderr.write("{name}: {seconds:.1f} s, {peak_mib:.0f} MiB\n".format(**events[-1]))
             if events[-1]["event"] == "begin" and events[-1]["name"] == fatal:
                 time.sleep(KILL_DELAY_SECONDS)
                 process.send_signal(signal.SIGKILL)
