@@ -15,5 +15,10 @@ ARMS = (
     Arm("SAIS, clip-higher 0.28", {**SAIS, "epsilon_high": 0.28}),
 )
 
-if __name__ == "__main__":
+
+def main() -> None:
     figure("fig2_importance", __doc__, ARMS, (ENTROPY, ACCURACY))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,10 +8,15 @@ from study import ACCURACY, ENTROPY, Arm, Panel, figure
 
 ARMS = (Arm("all tokens", ALL_TOKENS), Arm("static masking", STATIC), Arm("DMMPTs", DMMPTS))
 
-if __name__ == "__main__":
+
+def main() -> None:
     panels = (
         Panel(ENTROPY.metric, ENTROPY.label, line=SIGMA),
         ACCURACY,
         Panel("dmmpts/masked_frac", "share of tokens masked"),
     )
     figure("fig4_masking", __doc__, ARMS, panels)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,5 +23,10 @@ PANELS = (
 FINALS["length"] = lambda run: run["mean_length"]
 FINALS["truncated"] = lambda run: run["truncated_frac"]
 
-if __name__ == "__main__":
+
+def main() -> None:
     figure("overlong", __doc__, ARMS, PANELS)
+
+
+if __name__ == "__main__":
+    main()

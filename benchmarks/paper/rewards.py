@@ -35,5 +35,9 @@ def _verifier() -> Any:
     return VerifierReward()
 
 
-if __name__ == "__main__":
+def main() -> None:
     figure("rewards", __doc__, ARMS, (ENTROPY, Panel("grad_norm", "norm of the gradient")))
+
+
+if __name__ == "__main__":
+    main()

@@ -136,11 +136,12 @@ def _short(value: float) -> float:
 def curve(done: Sequence[Run], metric: str, x: str = "step") -> dict[str, list[float]] | None:
     """Return a metric along the runs: the mean over the seeds of each run's running mean, with its interval.
 
-    A step has few groups, so a run's curve is its mean over the last eighth of the run.
+    A step has few groups, so a run's curve is its mean over the last eighth of the run. None if a run has no such metric.
     """
-    if any(metric not in entry for run in done for entry in run["history"]):
+    series = [[entry.get(metric, math.nan) for entry in run["history"]] for run in done]
+    if any(all(map(math.isnan, each)) for each in series):
         return None
-    values = np.array([running_mean([entry[metric] for entry in run["history"]]) for run in done])
+    values = np.array([running_mean(each) for each in series])
     points = [interval(column.tolist()) for column in values.T]
     along = np.mean([[entry[x] for entry in run["history"]] for run in done], axis=0)
     result = {"x": [_short(value) for value in along], "mean": [point["mean"] for point in points]}
@@ -150,8 +151,13 @@ def curve(done: Sequence[Run], metric: str, x: str = "step") -> dict[str, list[f
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
+    """Average each value with those before it, an eighth of the series in all; a NaN, where nothing was logged, is left out."""
     width = max(1, len(values) // 8)
-    return [float(np.mean(values[max(0, end - width) : end])) for end in range(1, len(values) + 1)]
+    means: list[float] = []
+    for end in range(1, len(values) + 1):
+        window = [value for value in values[max(0, end - width) : end] if not math.isnan(value)]
+        means.append(float(np.mean(window)) if window else means[-1] if means else math.nan)
+    return means
 
 
 # ---------------------------------------------------------------------------------------------------------------- figures

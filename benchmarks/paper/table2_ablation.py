@@ -13,5 +13,10 @@ ARMS = (
     Arm("without dynamic sampling", {**DMMPTS, "dynamic_sampling": False}),
 )
 
-if __name__ == "__main__":
+
+def main() -> None:
     figure("table2_ablation", __doc__, ARMS, (ENTROPY, ACCURACY))
+
+
+if __name__ == "__main__":
+    main()

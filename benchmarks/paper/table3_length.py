@@ -17,5 +17,10 @@ PANELS = (ACCURACY, Panel("rollout/truncated_frac", "share of rollouts truncated
 
 FINALS["truncated"] = lambda run: run["truncated_frac"]
 
-if __name__ == "__main__":
+
+def main() -> None:
     figure("table3_length", __doc__, ARMS, PANELS)
+
+
+if __name__ == "__main__":
+    main()

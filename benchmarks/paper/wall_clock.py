@@ -17,5 +17,10 @@ ARMS = (
 )
 PANEL = Panel(ACCURACY.metric, ACCURACY.label, x="cpu_seconds")
 
-if __name__ == "__main__":
+
+def main() -> None:
     figure("wall_clock", __doc__, ARMS, (PANEL, ACCURACY), x_label="see the title")
+
+
+if __name__ == "__main__":
+    main()
