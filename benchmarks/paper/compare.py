@@ -23,7 +23,7 @@ def compared(
     made: dict[str, Any], committed: dict[str, Any]
 ) -> Iterator[tuple[str, str, float, dict[str, Any], bool]]:
     """Yield arm, figure, the mean made, the committed interval, and whether the first lies in the second."""
-    for name, arm in committed["arms"].items():
+    for name, arm in committed.get("arms", {}).items():
         for final in FINALS:
             if final in arm.get("finals", {}):
                 old, new = arm["finals"][final], made["arms"][name]["finals"][final]["mean"]

@@ -5,13 +5,10 @@ wrong. Advantages divided by the group's standard deviation are the same for bot
 1e-4 that TRL adds to the deviation; without the division (`scale_rewards: none`) {-1, 1} doubles every advantage.
 """
 
-from functools import cache
-from typing import Any
-
 from arms import POIS
 from study import ENTROPY, Arm, Panel, figure
 
-SIGNED = {"reward": "rewards:signed_reward"}
+SIGNED = {"reward": "reward_functions:signed_reward"}
 UNSCALED = {"scale_rewards": "none"}
 
 ARMS = (
@@ -20,19 +17,6 @@ ARMS = (
     Arm("{0, 1}", {**POIS, **UNSCALED}, row="not divided"),
     Arm("{-1, 1}", {**POIS, **SIGNED, **UNSCALED}, row="not divided"),
 )
-
-
-def signed_reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-    """Return 1 where the verifier gives 1, and -1 where it gives 0."""
-    scores = _verifier()(prompts=prompts, completions=completions, **columns)
-    return [None if score is None else 2.0 * score - 1.0 for score in scores]
-
-
-@cache
-def _verifier() -> Any:
-    from trl_ulorl.rewards import VerifierReward
-
-    return VerifierReward()
 
 
 def main() -> None:
