@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -17,6 +18,7 @@ FIGURES = {
     "fig4_masking": ["fig4_masking"],
     "fig5_sigma": ["fig5_sigma"],
     "gate": ["gate"],
+    "mastered": ["mastered"],
     "ages": ["ages"],
     "overlong": ["overlong"],
     "rewards": ["rewards"],
@@ -30,9 +32,12 @@ FIGURES = {
 @pytest.fixture(scope="module")
 def paper():
     """Import a script by name, as if it were started from its folder."""
+    names = {path.stem for path in FOLDER.glob("*.py")}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         yield importlib.import_module
+    for name in names & sys.modules.keys():  # such plain names may be others' too
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +115,29 @@ def test_every_script_makes_its_figure(script, paper, runs, short_runs, tmp_path
         content = json.loads((tmp_path / f"{name}.json").read_text())
         assert content["options"] == {"steps": 3, "seeds": 2, "problems": 4}
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+def test_reward_functions(paper):
+    functions = paper("reward_functions")
+    functions._draws.cache_clear()
+    prompt = [{"role": "user", "content": "1+2="}]
+    right, wrong = ([{"role": "assistant", "content": rf"\boxed{{{answer}}}"}] for answer in (3, 4))
+    rows = {"prompts": [prompt] * 4, "completions": [right, wrong, wrong, right], "answer": ["3"] * 4}
+    assert functions.signed_reward(**rows) == [1, -1, -1, 1]
+    drawn = [functions.loose_reward(**rows) for _ in range(250)]
+    functions._draws.cache_clear()
+    assert drawn[0] == functions.loose_reward(**rows)
+    flipped = np.abs(np.array(drawn) - [1, 0, 0, 1])
+    assert set(np.unique(flipped)) == {0, 1}
+    # 1000 draws: a standard error of 0.015.
+    assert flipped.mean() == pytest.approx(functions.FLIPPED, abs=0.05)
+
+
+def test_shares_by_probability(paper):
+    # Advantages 1 and 2, probabilities 0.6 and 0.995: gradients 0.4 and 0.01.
+    rows = paper("mastered").shares(np.array([0.6, 0.995]), np.array([1.0, 2.0]), np.array([0.6, 0.2]))
+    assert [row["tokens"] for row in rows] == [0, 0.5, 0, 0, 0, 0.5, 0]
+    assert rows[1]["gradient"] == pytest.approx(0.4 / 0.41) and rows[5]["entropy"] == pytest.approx(0.25)
 
 
 def test_intervals_of_three_seeds(paper):
