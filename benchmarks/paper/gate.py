@@ -11,14 +11,15 @@ from models import make_model, model_options
 from study import ENTROPY, Arm, Panel, Run, curve, draw_curves, make_runs, options, save
 
 BEFORE = 4  # steps shown before the gate opens
+SINCE = "optimizer steps since the gate opened"
 
 ARMS = tuple(
     Arm(f"{size} parameters", {**DMMPTS, **model_options(hidden_size)}) for size, hidden_size in MODELS.items()
 )
 PANELS = (
-    Panel(ENTROPY.metric, ENTROPY.label, line=SIGMA),
-    Panel("dmmpts/low_entropy_frac", "share of responses under sigma"),
-    Panel("dmmpts/masked_frac", "share of tokens masked"),
+    Panel(ENTROPY.metric, ENTROPY.label, line=SIGMA, x_label=SINCE),
+    Panel("dmmpts/low_entropy_frac", "share of responses under sigma", x_label=SINCE),
+    Panel("dmmpts/masked_frac", "share of tokens masked", x_label=SINCE),
 )
 
 
@@ -55,8 +56,7 @@ def main() -> None:
             "curves": {panel.metric: curve(cut, panel.metric) if cut else None for panel in PANELS},
         }
         print(f"{name}: the gate opens at the steps {content[name]['openings']} (counted from 0)")
-    label = "optimizer steps since the gate opened"
-    save("gate", {"sigma": SIGMA, "arms": content}, chosen, draw_curves(ARMS, content, PANELS, x_label=label))
+    save("gate", {"sigma": SIGMA, "arms": content}, chosen, draw_curves(ARMS, content, PANELS))
 
 
 if __name__ == "__main__":

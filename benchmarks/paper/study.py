@@ -45,12 +45,18 @@ class Panel:
         label: Of the vertical axis.
         line: Height of a horizontal line by row, or for all rows, such as the target entropy.
         x: Column of the horizontal axis.
+        x_label: What the horizontal axis says.
     """
 
     metric: str
     label: str
     line: dict[str, float] | float | None = None
     x: str = "step"
+    x_label: str = "optimizer step"
+
+    @property
+    def key(self) -> str:
+        return self.metric if self.x == "step" else f"{self.metric} by {self.x}"
 
 
 ENTROPY = Panel("entropy", "mean token entropy (nats)")
@@ -163,7 +169,12 @@ def running_mean(values: Sequence[float]) -> list[float]:
 # ---------------------------------------------------------------------------------------------------------------- figures
 
 
-def summary(arms: Sequence[Arm], done: dict[str, list[Run]], panels: Sequence[Panel]) -> dict[str, Any]:
+def summary(
+    arms: Sequence[Arm],
+    done: dict[str, list[Run]],
+    panels: Sequence[Panel],
+    finals: dict[str, Callable[[Run], float]] = FINALS,
+) -> dict[str, Any]:
     """Return what the JSON file holds of the arms: settings, curves, final figures, and differences from the row's first.
 
     Differences are taken seed by seed: runs of a seed draw the same problems.
@@ -176,14 +187,14 @@ def summary(arms: Sequence[Arm], done: dict[str, list[Run]], panels: Sequence[Pa
             "row": arm.row,
             "label": arm.label,
             "overrides": arm.overrides,
-            "finals": {name: interval([final(run) for run in each]) for name, final in FINALS.items()},
+            "finals": {name: interval([final(run) for run in each]) for name, final in finals.items()},
             "standard_error": _short(float(np.mean([run["standard_error"] for run in each]))),
-            "curves": {panel.metric: curve(each, panel.metric, panel.x) for panel in panels},
+            "curves": {panel.key: curve(each, panel.metric, panel.x) for panel in panels},
         }
         if base is not each:
             result[arm.name]["differences"] = {
                 name: interval([final(a) - final(b) for a, b in zip(each, base, strict=True)])
-                for name, final in FINALS.items()
+                for name, final in finals.items()
             }
     return result
 
@@ -200,9 +211,7 @@ def save(name: str, content: dict[str, Any], chosen: argparse.Namespace, draw: C
     print(f"Saved to {path} and .png")
 
 
-def draw_curves(
-    arms: Sequence[Arm], content: dict[str, Any], panels: Sequence[Panel], *, x_label: str = "optimizer step"
-) -> Callable[[Path], None]:
+def draw_curves(arms: Sequence[Arm], content: dict[str, Any], panels: Sequence[Panel]) -> Callable[[Path], None]:
     """Return what draws a row of plots per row of the arms, with a line per arm and its interval as a band."""
 
     def draw(path: Path) -> None:
@@ -217,11 +226,11 @@ def draw_curves(
         for row, line_of_axes in zip(rows, grid, strict=True):
             for panel, axes in zip(panels, line_of_axes, strict=True):
                 for index, arm in enumerate(arm for arm in arms if arm.row == row):
-                    draw_line(axes, content[arm.name]["curves"][panel.metric], arm.label, f"C{index}")
+                    draw_line(axes, content[arm.name]["curves"][panel.key], arm.label, f"C{index}")
                 height = panel.line.get(row) if isinstance(panel.line, dict) else panel.line
                 if height is not None:
                     axes.axhline(height, color="black", linestyle="--", label=f"sigma = {height:g}")
-                axes.set(xlabel=x_label, ylabel=panel.label, title=row)
+                axes.set(xlabel=panel.x_label, ylabel=panel.label, title=row)
                 axes.set_ylim(bottom=0)
                 axes.grid(alpha=0.3)
             line_of_axes[0].legend(fontsize="small")
@@ -241,12 +250,10 @@ def draw_line(axes: Any, points: dict[str, list[float]] | None, label: str, colo
 
 def table(arms: dict[str, Any]) -> str:
     """Return the final figures as a Markdown table: mean and half-width of the interval, and the difference in accuracy."""
-    lines = [
-        "| arm | " + " | ".join(FINALS) + " | accuracy - first arm's |",
-        "|---" * (len(FINALS) + 2) + "|",
-    ]
+    names = list(next(iter(arms.values()))["finals"])
+    lines = ["| arm | " + " | ".join(names) + " | accuracy - first arm's |", "|---" * (len(names) + 2) + "|"]
     for name, arm in arms.items():
-        cells = [cell(arm["finals"][final]) for final in FINALS]
+        cells = [cell(value) for value in arm["finals"].values()]
         cells.append(cell(arm["differences"]["accuracy"]) if "differences" in arm else "")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -258,10 +265,15 @@ def cell(value: dict[str, Any]) -> str:
     return text if value["high"] is None else f"{text} ± {value['high'] - value['mean']:.{digits}f}"
 
 
-def figure(name: str, doc: str | None, arms: Sequence[Arm], panels: Sequence[Panel], **labels: str) -> dict[str, Any]:
+def figure(
+    name: str,
+    doc: str | None,
+    arms: Sequence[Arm],
+    panels: Sequence[Panel],
+    finals: dict[str, Callable[[Run], float]] = FINALS,
+) -> None:
     """Make a figure of curves from the command line's options: the runs, the table, the JSON and the picture."""
     chosen = options(doc)
-    content = summary(arms, make_runs(arms, chosen), panels)
+    content = summary(arms, make_runs(arms, chosen), panels, finals)
     print(table(content))
-    save(name, {"arms": content}, chosen, draw_curves(arms, content, panels, **labels))
-    return content
+    save(name, {"arms": content}, chosen, draw_curves(arms, content, panels))

@@ -15,11 +15,11 @@ ARMS = (
     Arm("POIS, 4 segments", POIS),
     Arm("POIS, every group", {**POIS, "dynamic_sampling": False}),
 )
-PANEL = Panel(ACCURACY.metric, ACCURACY.label, x="cpu_seconds")
+PANEL = Panel(ACCURACY.metric, ACCURACY.label, x="cpu_seconds", x_label="seconds of one core")
 
 
 def main() -> None:
-    figure("wall_clock", __doc__, ARMS, (PANEL, ACCURACY), x_label="see the title")
+    figure("wall_clock", __doc__, ARMS, (PANEL, ACCURACY))
 
 
 if __name__ == "__main__":
