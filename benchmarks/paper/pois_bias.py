@@ -21,7 +21,9 @@ the table says which cosine belongs to the drift alarm's thresholds.
 
 import argparse
 import concurrent.futures
+import contextlib
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -200,7 +202,7 @@ def measure(learning_rate: float, seed: int, steps: int, num_problems: int) -> d
 
     torch.set_num_threads(1)
     options = runs.setting({"learning_rate": learning_rate, "max_steps": steps, "dmmpts": "none"}, seed)
-    with tempfile.TemporaryDirectory(prefix="pois_bias_") as folder:
+    with tempfile.TemporaryDirectory(prefix="pois_bias_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = runs.build(dict(options), Path(folder))
         versions = trained_versions(trainer)
     torch.manual_seed(seed)
@@ -300,6 +302,8 @@ def divergence(sums: Any) -> dict[str, float]:
 
 def measured(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """Return every measurement; each is kept as JSON and none is made twice."""
+    from trl_ulorl.records import write_json
+
     steps, num_problems = chosen.steps or STEPS, chosen.problems or PROBLEMS
     cases = [
         (rate, seed, steps, num_problems) for seed in range(1, chosen.seeds + 1) for rate in chosen.learning_rates
@@ -316,8 +320,6 @@ def measured(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     with concurrent.futures.ProcessPoolExecutor(chosen.jobs, mp_context=context, max_tasks_per_child=1) as pool:
         futures = {pool.submit(measure, *case): path for path, case in missing.items()}
         for future in concurrent.futures.as_completed(futures):
-            from trl_ulorl.records import write_json
-
             write_json(futures[future], future.result())
             runs.note(f"{futures[future].name} is made")
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
