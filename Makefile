@@ -79,7 +79,7 @@ bench: install-vllm  ## Run every benchmark in benchmarks/, tens of minutes; res
 	@status=0; for script in benchmarks/*.py; do echo "== $$script"; $(VLLM_BIN)/python $$script || status=1; done; exit $$status
 
 # In the order of the paper; figures share runs, and a run that is there is not made again.
-PAPER := fig2_importance ages mastered fig4_masking fig5_sigma gate overlong rewards table2_ablation table3_length sweeps wall_clock
+PAPER := fig2_importance ages mastered fig4_masking fig5_sigma gate overlong rewards table2_ablation table3_length sweeps wall_clock pois_bias pois_guards
 paper: install  ## Try the paper's claims on the embedded task, hours; results in outputs/paper (each script by itself takes minutes)
 	@status=0; for name in $(PAPER); do echo "== $$name"; $(BIN)/python benchmarks/paper/$$name.py || status=1; done; exit $$status
 

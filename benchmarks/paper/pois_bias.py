@@ -39,9 +39,9 @@ import study
 
 LEARNING_RATES = (2e-5, 1e-4, 5e-4)  # the figures' own in the middle
 STEPS = 16  # updates before the gradient is taken
-AGES = (0, 1, 2, 4, 8, 16)
-SEGMENTS = (2, 4, 8)
-PROBLEMS = 64
+AGES = (0, 1, 2, 4, 8)
+SEGMENTS = (4, 8)
+PROBLEMS = 48
 GENERATIONS = 8  # of each half
 HALVES = 2
 MODES = ("pois", "sais")

@@ -8,7 +8,7 @@ learning rate alone would lose the run. All tokens are trained on.
 from arms import LEARNING_RATE, POIS
 from study import ACCURACY, ENTROPY, FINALS, Arm, Panel, Run, figure
 
-BARE = {**POIS, "learning_rate": 5 * LEARNING_RATE, "num_segments": 8, "max_inflight_groups": 192}
+BARE = {**POIS, "max_steps": 12, "learning_rate": 5 * LEARNING_RATE, "num_segments": 8, "max_inflight_groups": 192}
 ARMS = (
     Arm("bare POIS", BARE),
     Arm("SAIS", {**BARE, "importance_mode": "sais"}),

@@ -26,6 +26,7 @@ FIGURES = {
     "table3_length": ["table3_length"],
     "sweeps": ["sweep_segments", "sweep_learning_rate", "sweep_sigma", "sweep_tau"],
     "wall_clock": ["wall_clock"],
+    "pois_guards": ["pois_guards"],
 }
 
 
