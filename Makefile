@@ -3,7 +3,7 @@
 #   python3 -m venv .venv && .venv/bin/pip install torch && make install CONSTRAINTS= EXTRAS=dev,vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-vllm lint docs dist bench clean
+.PHONY: help install install-vllm demo test test-vllm lint docs dist bench paper clean
 
 # The first interpreter that is new enough; each is asked, because a version manager's shim may exist and not run.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -88,6 +88,11 @@ dist: install  ## Build wheel and sdist into dist/, and try the wheel in a fresh
 # All in the environment with vLLM; each runs to its end even if another misses a target.
 bench: install-vllm  ## Run every benchmark in benchmarks/, tens of minutes; results in outputs/bench
 	@status=0; for script in benchmarks/*.py; do echo "== $$script"; $(VLLM_BIN)/python $$script || status=1; done; exit $$status
+
+# In the order of the paper; figures share runs, and a run that is there is not made again.
+PAPER := fig2_importance ages mastered fig4_masking fig5_sigma gate overlong rewards table2_ablation table3_length sweeps wall_clock pois_bias pois_guards
+paper: install  ## Try the paper's claims on the embedded task, hours; results in outputs/paper (each script by itself takes minutes)
+	@status=0; for name in $(PAPER); do echo "== $$name"; $(BIN)/python benchmarks/paper/$$name.py || status=1; done; exit $$status
 
 clean:  ## Remove caches, builds and outputs (.venv and .venv-vllm stay)
 	rm -rf outputs build dist *.egg-info .coverage htmlcov .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -89,16 +89,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Build the untrained model: 0.8M parameters."""
+def build_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int) -> Qwen3ForCausalLM:
+    """Build the untrained model: 0.8M parameters with a hidden size of 128."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=hidden_size // 4,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -231,13 +231,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded model from scratch on a CPU.")
     parser.add_argument("--output", type=Path, default=Path("warm_start"), help="folder that the model is written to")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, demonstrations and sampling")
+    parser.add_argument(
+        "--hidden_size", type=int, default=128, help="a multiple of 8 (default: the embedded model's 128)"
+    )
     arguments = parser.parse_args()
 
     start = time.perf_counter()
     torch.manual_seed(arguments.seed)
     rng = np.random.default_rng(arguments.seed)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    model = build_model(tokenizer, arguments.hidden_size)
     for stage in STAGES:
         train(model, tokenizer, stage, rng)
     model.save_pretrained(arguments.output)

@@ -50,6 +50,20 @@ class _LogprobRecorder(LogitsProcessor):
         return torch.stack(self._columns, dim=1)
 
 
+_MOST_MASK_CELLS = 2**26  # about 0.6 GiB for what attention makes of a mask on a CPU
+
+
+def _prefill_chunk(num_rows: int, width: int) -> int | None:
+    """Return how many columns of padded rows may go through the model at once; None for all of them.
+
+    Rows of unequal length need a mask of rows x columns x width, which for a prefix of 100k tokens would be tens of GiB.
+    Rows of equal length need none.
+    """
+    if num_rows * width * width <= _MOST_MASK_CELLS:
+        return None
+    return max(1, _MOST_MASK_CELLS // (num_rows * width))
+
+
 class _TokenBudget(StoppingCriteria):
     """End each row at its own number of new tokens."""
 
@@ -107,6 +121,8 @@ class TransformersEngine:
         budgets = np.array([request.max_new_tokens for request in requests])
         config = copy.deepcopy(self._generation_config)
         config.max_new_tokens = int(budgets.max())
+        if attention_mask.min() == 0:
+            config.prefill_chunk_size = _prefill_chunk(*input_ids.shape)
         recorder = _LogprobRecorder(config.temperature)
         generate = cast(Callable[..., torch.Tensor], model.generate)
         sequences = generate(

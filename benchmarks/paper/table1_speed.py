@@ -1,0 +1,54 @@
+"""Table 1: seconds per step against the number of segments, read from what `rollout_speed.py` measured.
+
+The paper: Qwen3-30B-A3B at 64k, 1240 s with one segment, 774 s (1.60 times as fast) with two, 601 s (2.06 times) with four.
+`make bench` measures the embedded model on vLLM's CPU build; this script only sets the figures beside each other.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import runs
+
+MEASURED = runs.ROOT / "outputs" / "bench" / "rollout_speed.json"
+PAPER = {"segments_1": 1.0, "segments_2": 1240 / 774, "segments_4": 1240 / 601}
+
+
+def rows(arms: dict[str, dict[str, float]]) -> list[tuple[str, float, float | None]]:
+    """Return each arm with how many times as fast a step is as with one segment, here and in the paper.
+
+    Raises:
+        ValueError: If the measurement has no arm with one segment.
+    """
+    if "segments_1" not in arms:
+        raise ValueError(
+            f"the arms ({', '.join(arms)}) lack `segments_1`: measure it with `rollout_speed.py --arms …`"
+        )
+    base = arms["segments_1"]["completions_per_second_step"]
+    return [(name, arm["completions_per_second_step"] / base, PAPER.get(name)) for name, arm in arms.items()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "measured", nargs="?", type=Path, default=MEASURED, help="(default: outputs/bench/rollout_speed.json)"
+    )
+    path = parser.parse_args().measured
+    try:
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        table = rows(measured["arms"])
+    except FileNotFoundError:
+        sys.stderr.write(f"table1_speed.py: {path} does not exist: run `python benchmarks/rollout_speed.py` first\n")
+        return 2
+    except (ValueError, KeyError) as error:
+        sys.stderr.write(f"table1_speed.py: {path}: {error}\n")
+        return 2
+    print("| arm | steps per time, against 1 segment | the paper's |\n|---|---|---|")
+    for name, here, there in table:
+        print(f"| {name} | {here:.2f} | {'' if there is None else f'{there:.2f}'} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
