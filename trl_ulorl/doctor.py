@@ -331,7 +331,9 @@ def check_stale_cache(patient: Patient) -> Check:
     """Change the weights, continue prefixes that the engine knows, and compare with the trainer's new log-probabilities."""
     # Engines keep whole blocks only: the texts are repeated until they fill some.
     length = _CACHED_TOKENS + min(0, patient.trainer._rows.room(_CACHED_TOKENS) - 1)
-    prefixes = [np.resize(c.all_ids, max(length, (c.all_ids.size + c.prompt_ids.size + 1) // 2)) for c in patient.samples]
+    prefixes = [
+        np.resize(c.all_ids, max(length, (c.all_ids.size + c.prompt_ids.size + 1) // 2)) for c in patient.samples
+    ]
     limits = [max(1, min(patient.segment_length, patient.trainer._rows.room(ids.size))) for ids in prefixes]
     patient.decode(prefixes, limits, patient.segment_length)  # so that the engine has seen the very prefixes
     with patient.changed_weights():
