@@ -317,8 +317,7 @@ def test_a_plan_follows_options_of_training_and_simulates_too(tmp_path, capsys):
     ("arguments", "remedy"),
     [
         ([], "`--max-completion-length` is missing"),
-        (["--gpu-gib", "80"], "`--gpu-gib` go with a training configuration"),
-        (["--num_segment", "2"], "check the spelling"),
+        (["--gpu-gib", "80"], "`--gpu-gib` needs a training configuration"),
         (["--config", "missing.yaml"], "There is no file 'missing.yaml'"),
         (
             ["--config", "mine.yaml", "--max-completion-length", "8"],

@@ -79,7 +79,7 @@ def read_launch(path: Path | None, num_processes: int | None) -> Launch:
         raise ValueError(
             f"`--launch` ({path}) sets {offload}: memory of a host in the place of a device is not planned for."
         )
-    backends = {("DEEPSPEED", 2): "zero2", ("DEEPSPEED", 3): "zero3", ("FSDP", 2): "fsdp2"}
+    backends: dict[tuple[Any, Any], str] = {("DEEPSPEED", 2): "zero2", ("DEEPSPEED", 3): "zero3", ("FSDP", 2): "fsdp2"}
     version = deepspeed.get("zero_stage") if kind == "DEEPSPEED" else fsdp.get("fsdp_version")
     backend = "ddp" if kind in ("NO", "MULTI_GPU") else backends.get((kind, version))
     if backend is None:
