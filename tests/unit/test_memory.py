@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 from trl import ModelConfig
 
 from trl_ulorl.cli import main
-from trl_ulorl.cli.recipe import KNOWN_MODELS, model_config, model_shape, read_launch
+from trl_ulorl.cli.dimensions import KNOWN_MODELS, model_config, model_shape, read_launch
 from trl_ulorl.memory import (
     ENGINE_BYTES,
     GIB,
@@ -283,9 +283,10 @@ def test_launch_files_are_read(name, backend, processes):
     [
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1}}, "stage or version 1"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "stage or version 1"),
-        ({"distributed_type": "MULTI_XPU"}, "See examples/accelerate_configs|see examples/accelerate_configs"),
+        ({"distributed_type": "MULTI_XPU"}, "see examples/accelerate_configs"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}}, "fsdp_offload_params"),
-        ("text", "no settings"),
+        ("text", "which has a `distributed_type`"),
+        ({"num_processes": 2}, "KeyError"),
     ],
 )
 def test_launch_files_beyond_the_plan_are_refused(content, remedy, tmp_path):
@@ -316,8 +317,7 @@ def test_a_plan_follows_options_of_training_and_simulates_too(tmp_path, capsys):
     ("arguments", "remedy"),
     [
         ([], "`--max-completion-length` is missing"),
-        (["--gpu-gib", "80"], "`--gpu-gib` go with a training configuration"),
-        (["--num_segment", "2"], "check the spelling"),
+        (["--gpu-gib", "80"], "`--gpu-gib` needs a training configuration"),
         (["--config", "missing.yaml"], "There is no file 'missing.yaml'"),
         (
             ["--config", "mine.yaml", "--max-completion-length", "8"],

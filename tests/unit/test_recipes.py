@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from trl_ulorl.cli import main
-from trl_ulorl.cli.recipe import model_config, parse_recipe
+from trl_ulorl.cli.dimensions import model_config
+from trl_ulorl.cli.recipe import parse_recipe
 from trl_ulorl.cli.training import model_init_kwargs
 from trl_ulorl.rollout.vllm import _position_overrides
 

@@ -13,7 +13,8 @@ from trl import ModelConfig
 from trl.chat_template_utils import __file__ as trl_templates
 
 from trl_ulorl.cli import build_parser
-from trl_ulorl.cli.recipe import KNOWN_MODELS, model_config, model_shape, plan_recipe, read_launch
+from trl_ulorl.cli.dimensions import KNOWN_MODELS, model_config, model_shape, read_launch
+from trl_ulorl.cli.recipe import plan_recipe
 from trl_ulorl.data.arithmetic import embedded_model_path
 from trl_ulorl.memory import GIB, Launch, activation_bytes, state_bytes
 

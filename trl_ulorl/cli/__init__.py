@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     options, others = parser.parse_known_args(arguments)
-    if others and not getattr(options, "takes_training_options", False):
+    takes_others = getattr(options, "takes_training_options", False)  # or the option that they may follow
+    if others and not (getattr(options, takes_others) if isinstance(takes_others, str) else takes_others):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     options.training_options = others
     return int(options.run(options))

@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run, takes_training_options=True)
+    parser.set_defaults(run=run, takes_training_options="config")
     recipe = parser.add_argument_group("a training configuration")
     recipe.add_argument(
         "--config", type=Path, metavar="FILE", help="as `trl-ulorl train` takes it; its sizes are taken below too"
@@ -204,7 +204,7 @@ def _check_output(options: argparse.Namespace) -> None:
 
 def _read_recipe(options: argparse.Namespace) -> RecipePlan | None:
     """Return the plan of the configuration, if there is one, and take over what a simulation needs of it."""
-    sizes = {"max_completion_length": None, "num_generations": 8, "groups_per_batch": 128, "prompt_length": 0}
+    sizes: dict[str, float] = {"num_generations": 8, "groups_per_batch": 128, "prompt_length": 0}
     recipe = None
     if options.config is None:
         given = [
@@ -212,10 +212,9 @@ def _read_recipe(options: argparse.Namespace) -> RecipePlan | None:
             for name in ("launch", "num_processes", "gpu_gib")
             if getattr(options, name)
         ]
-        if given or options.training_options:
+        if given:
             raise ValueError(
-                f"{', '.join([*given, *options.training_options])} go with a training configuration, but none is given. Pass "
-                "`--config FILE.yaml`, or check the spelling."
+                f"{', '.join(given)} needs a training configuration, whose memory is added up. Pass `--config FILE.yaml`."
             )
         if options.max_completion_length is None:
             raise ValueError(
