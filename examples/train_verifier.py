@@ -218,7 +218,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a judge of short answers for the verifier's generative stage.")
     parser.add_argument("--model", default=None, help="a Hub name or folder; by default a small model is made")
     parser.add_argument("--output", type=Path, default=Path("outputs/verifier"), help="folder for model and summary")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1600, help="optimizer steps")
     parser.add_argument("--batch-size", type=int, default=64, help="pairs per step and device")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate; 1e-5 for a Hub model")
     parser.add_argument("--eval-pairs", type=int, default=1000, help="held-out pairs")
