@@ -196,7 +196,9 @@ def read_quantity(answer: Answer) -> Quantity | None:
         return Quantity(((tail[1] if tail else value, currency_unit(*currency)),), is_certain=True)
     rate = _CHINESE_RATE.fullmatch(marked)
     if rate:  # 每小时60千米
-        return read_quantity(to_answer(f"{rate['value']}{rate['above']}/{rate['below'] or '时'}")._replace(raw=answer.raw))
+        return read_quantity(
+            to_answer(f"{rate['value']}{rate['above']}/{rate['below'] or '时'}")._replace(raw=answer.raw)
+        )
     flat = _flat(marked)
     return _simple_quantity(marked, answer.raw) or _sum_of_parts(flat) or _simple_quantity(flat, answer.raw)
 
