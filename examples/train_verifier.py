@@ -97,8 +97,9 @@ def small_model(examples: list[Example]) -> tuple[PreTrainedModel, PreTrainedTok
 def as_token_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Rows for the small model: token ids, and at each place the token that the model is to give next.
 
-    A verdict alone says little about why. So the model is also told where a pair becomes what it is: in an equal pair it writes the second answer, and in a different one it has to say so from the first token on that no
-    spelling of the first answer has in this place.
+    A verdict alone says little about why. So the model is also told where a pair becomes what it is: in an equal pair
+    it writes the second answer, and in a different one it has to say so from the first token on that no spelling of the
+    first answer has in this place.
     """
     (equivalent,), (different,) = (tokenizer(WORDS[verdict])["input_ids"] for verdict in (True, False))
 
