@@ -97,9 +97,9 @@ def small_model(examples: list[Example]) -> tuple[PreTrainedModel, PreTrainedTok
 def as_token_rows(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Rows for the small model: token ids, and at each place the token that the model is to give next.
 
-    From the verdict alone it learns nothing in this time. So it is also told where a pair becomes what it is: in an
-    equal pair it writes the second answer, and in a different one it has to say so from the first token on that no
-    spelling of the first answer has in this place.
+    A verdict alone says little about why. So the model is also told where a pair becomes what it is: in an equal pair
+    it writes the second answer, and in a different one it has to say so from the first token on that no spelling of the
+    first answer has in this place.
     """
     (equivalent,), (different,) = (tokenizer(WORDS[verdict])["input_ids"] for verdict in (True, False))
 
@@ -218,7 +218,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a judge of short answers for the verifier's generative stage.")
     parser.add_argument("--model", default=None, help="a Hub name or folder; by default a small model is made")
     parser.add_argument("--output", type=Path, default=Path("outputs/verifier"), help="folder for model and summary")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1600, help="optimizer steps")
     parser.add_argument("--batch-size", type=int, default=64, help="pairs per step and device")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate; 1e-5 for a Hub model")
     parser.add_argument("--eval-pairs", type=int, default=1000, help="held-out pairs")
