@@ -1,6 +1,6 @@
 """Train on small programs instead of mathematics: the reward is whether a program passes unit tests that it can't see.
 
-Without arguments the embedded model is first taught to write programs (two minutes), then trained with UloRL on a CPU:
+Without arguments the embedded model is first taught to write programs, then trained with UloRL, in minutes on a CPU:
 
     python examples/train_code.py
 

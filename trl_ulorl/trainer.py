@@ -760,7 +760,10 @@ class UloRLTrainer(GRPOTrainer):
     def _exit(self) -> None:
         number = self._stop.signal_number
         folder = self._checkpoint_folder()
-        way_on = f"Resume with `trainer.train(resume_from_checkpoint=True)`, or with {folder!r} in its place."
+        way_on = (
+            "Resume with `trainer.train(resume_from_checkpoint=True)`, on the command line with "
+            f"`--resume_from_checkpoint True`, or with {folder!r} in the place of True."
+        )
         if self.args.save_only_model:
             way_on = f"With `save_only_model=True` it can't be resumed: start anew with `model={folder!r}`."
         message = f"{signal.Signals(number).name} stopped the run at step {self.state.global_step}, saved in {folder}. {way_on}"

@@ -71,6 +71,7 @@ def test_page_resume(rows, in_a_folder):
 
 
 def test_page_judge(in_a_folder, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "key")
     equal = {"half a litre", "500 mL"}
     with JudgeServer(lambda messages: honest(messages) if not _holds(messages, equal) else "EQUIVALENT") as server:
         stand_ins = {

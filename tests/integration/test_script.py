@@ -48,6 +48,8 @@ def test_the_embedded_run_ends_in_figures_plots_and_a_plain_model(tmp_path):
         "train",
         "--config",
         DEMO,
+        "--model_name_or_path",
+        "embedded",
         "--output_dir",
         str(tmp_path / "command"),
     ]
