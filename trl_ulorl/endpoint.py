@@ -250,7 +250,8 @@ class Endpoint:
             workers = [asyncio.create_task(work()) for _ in range(self._settings.concurrency)]
             stopping = asyncio.create_task(_until(is_stopped))
             working = asyncio.gather(*workers)
-            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            both: list[asyncio.Future[Any]] = [working, stopping]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 working.result()  # raises what is no failure of the endpoint
             working.cancel()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_ulorl.data import duplicates
+from trl_ulorl.data import similarity as similarity_module
 from trl_ulorl.data.choices import find_choices, multiple_choice
 from trl_ulorl.data.chunks import ChunkCleaner, ChunkSettings, answer_key, judge_row
 from trl_ulorl.data.duplicates import FATE, KIND_CONTRADICTION, KIND_NEAR, KIND_NONE, KIND_SAME, Rows, find_duplicates
@@ -61,6 +62,19 @@ def test_the_same_in_another_layout(first, second):
 )
 def test_not_the_same(first, second):
     assert features(first).tokens != features(second).tokens
+
+
+def test_features_outlive_the_cache_of_tokens(monkeypatch):
+    texts = ["Find the sum of $3x^2$ and $y$.", r"Find \( \frac{1}{2} \)", "Is $17$ prime?"]
+    before = [features(text) for text in texts]
+    monkeypatch.setattr(similarity_module, "_MAX_CACHED_TOKENS", 4)  # fewer than one question has
+    assert [features(text) for text in texts * 2] == before * 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("ab1 ${}~^_&nbsp;.,")))
+def test_texts_without_commands_are_read_as_those_with_some(text):
+    assert features(text).tokens == features(text + r" \quad").tokens
 
 
 def test_similarity_by_hand():
