@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_run import SIGMA, closed_groups, logged_steps, sample, write_lines, write_run
 
-from trl_ulorl.cli import main
+from trl_ulorl.cli import build_parser, main
+from trl_ulorl.records import METRICS, ROLLOUTS, RUN
 from trl_ulorl.report import statistics
 from trl_ulorl.report.page import evenly, findings, model_name, seconds, tiles, visible
-from trl_ulorl.report.run import NoRunError, Rollouts, read_run
+from trl_ulorl.report.run import DISAGREEMENTS, NoRunError, Rollouts, read_run
 from trl_ulorl.report.statistics import Series
+from trl_ulorl.samples import SAMPLES
+
+ROOT = Path(__file__).parents[2]
 
 
 def report_of(folder):
@@ -454,3 +459,13 @@ def test_only_some_samples_are_shown_and_the_page_says_so(tmp_path):
     assert "Samples: 16 of the 40 recorded, evenly spread." in words
     assert words.count("segment 2 · version") == 16
     assert "40 tokens not shown" in words
+
+
+def test_docs_name_every_option_and_file():
+    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    (commands,) = (each for each in build_parser()._actions if each.choices)
+    options = {name for action in commands.choices["report"]._actions for name in action.option_strings}
+    assert options - {"-h", "--help"} == {"--output"}
+    assert "`--output FILE.html`" in text
+    for name in (RUN, METRICS, ROLLOUTS, SAMPLES, DISAGREEMENTS, "summary.json"):
+        assert f"| `{name}` |" in text
