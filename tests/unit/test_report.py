@@ -254,11 +254,11 @@ def test_completions_never_become_markup(tmp_path):
     write_lines(tmp_path / "rollouts.jsonl", records)
     disagreement = {"prediction": HOSTILE, "reference": HOSTILE, "rules": 1, "judge": 0}
     write_lines(tmp_path / "disagreements.jsonl", [disagreement])
-    content = json.loads((tmp_path / "samples.json").read_text())
+    content = json.loads((tmp_path / "_samples.json").read_text())
     for name in ("question", "prompt", "reference"):
         content["samples"][0][name] = HOSTILE
     content["samples"][0]["rollouts"][0]["extracted"] = HOSTILE
-    (tmp_path / "samples.json").write_text(json.dumps(content))
+    (tmp_path / "_samples.json").write_text(json.dumps(content))
     run = json.loads((tmp_path / "run.json").read_text())
     run["model"], run["settings"]["run_name"], run["reward_functions"] = HOSTILE, HOSTILE, [HOSTILE]
     (tmp_path / "run.json").write_text(json.dumps(run))
@@ -312,7 +312,7 @@ def test_a_run_of_an_earlier_release_is_read(tmp_path):
     words = text_of(page)
     assert "70.0% ± 1.0" in words and "from 40.0% in step 0" in words
     assert words.count("Not recorded.") >= 6
-    for remedy in ("writes metrics.jsonl as it trains", "samples.json . It is written", "run.json . UloRLTrainer"):
+    for remedy in ("writes metrics.jsonl as it trains", "_samples.json . It is written", "run.json . UloRLTrainer"):
         assert remedy in words
     assert "No stage was recorded" in words
     assert "ages" in charts_of(page) and "accuracy" not in charts_of(page)
@@ -454,7 +454,7 @@ def test_evenly_spread_items_hold_both_ends(length, count):
 def test_only_some_samples_are_shown_and_the_page_says_so(tmp_path):
     write_run(tmp_path)
     samples = [sample(left, f"text of {left}") for left in range(1, 41)]
-    (tmp_path / "samples.json").write_text(json.dumps({"every": 1, "samples": samples}))
+    (tmp_path / "_samples.json").write_text(json.dumps({"every": 1, "samples": samples}))
     words = text_of(report_of(tmp_path))
     assert "Samples: 16 of the 40 recorded, evenly spread." in words
     assert words.count("segment 2 · version") == 16
