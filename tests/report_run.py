@@ -78,7 +78,7 @@ def closed_groups(num_groups, *, per_step=4, num_generations=4, seed=0):
 
 
 def sample(left, text):
-    """One entry of `samples.json`."""
+    """One entry of `_samples.json`."""
     segments = [
         {"version": left - 1, "tokens": 64, "parts": [text[:10], 40, text[10:]]},
         {"version": left, "tokens": 3, "parts": [" the end"]},
@@ -124,5 +124,5 @@ def write_run(folder, *, num_steps=30, num_groups=120, texts=("so 2+2 is 4",), e
     }
     (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
     samples = [sample(left + 1, text) for left, text in enumerate(texts)]
-    (folder / "samples.json").write_text(json.dumps({"every": 1, "samples": samples}), encoding="utf-8")
+    (folder / "_samples.json").write_text(json.dumps({"every": 1, "samples": samples}), encoding="utf-8")
     return history, records

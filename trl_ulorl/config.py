@@ -190,7 +190,7 @@ class UloRLConfig(GRPOConfig):
     log_rollouts: bool = field(
         default=True,
         metadata={
-            "help": "Write one line per finished group to `rollouts.jsonl`, and `samples.json`, in the output folder."
+            "help": "Write one line per finished group to `rollouts.jsonl`, and `_samples.json`, in the output folder."
         },
     )
 

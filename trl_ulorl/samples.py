@@ -1,4 +1,4 @@
-"""`samples.json`: some completions of a run with their segment borders, bounded in size however long the run is."""
+"""`_samples.json`: some completions of a run with their segment borders, bounded in size however long the run is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rollout.pool import Int32Array, Outcome, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-SAMPLES = "samples.json"
+SAMPLES = "_samples.json"  # with this underscore Trainer leaves it out of what it pushes to the Hub: it is data
 MAX_SAMPLES = 64  # groups; then every other one is dropped, and half as many are taken from there on
 SHOWN_TOKENS = 1200  # of a completion; what is left out lies in the middle of its segments
 MIN_EDGE_TOKENS = 8  # shown on each side of a border, however many segments there are

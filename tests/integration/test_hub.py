@@ -131,6 +131,9 @@ def test_a_trained_model_arrives_with_its_card(hub, tmp_path):
     for name in ("model.safetensors", "config.json", "tokenizer.json", "README.md", "summary.json"):
         assert files[name] == (folder / name).read_bytes(), name
     assert "End of training" in hub.messages
+    assert (
+        folder / "_samples.json"
+    ).exists() and "_samples.json" not in files  # prompts and completions are the user's
     card = ModelCard(files["README.md"].decode())
     assert {"ulorl", "trl", "grpo"} <= set(card.data.tags)
     assert card.data.datasets is None  # the embedded task is none of the Hub's

@@ -70,7 +70,7 @@ def test_a_sample_shows_the_text_that_the_reward_saw(tmp_path):
 
     trainer = make_trainer(tmp_path, reward, num_segments=4, max_steps=3)
     trainer.train()
-    samples = json.loads((tmp_path / "run" / "samples.json").read_text())["samples"]
+    samples = json.loads((tmp_path / "run" / "_samples.json").read_text())["samples"]
     shown = ["".join(p for s in r["segments"] for p in s["parts"]) for sample in samples for r in sample["rollouts"]]
     ended = [text for text in shown if text.endswith("<eos>")]
     special = "<pad>", "<user>", "<assistant>"
@@ -85,14 +85,14 @@ def test_a_resumed_run_leaves_what_an_uninterrupted_one_does(tmp_path, overrides
     settings = {"num_segments": 4, "max_steps": 6, "save_strategy": "steps", "save_steps": 3, **overrides}
     make_trainer(tmp_path, **settings).train()
     folder = tmp_path / "run"
-    whole, samples = read_run(folder), (folder / "samples.json").read_text()
+    whole, samples = read_run(folder), (folder / "_samples.json").read_text()
     resumed = make_trainer(tmp_path, **settings)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{settings['save_steps']}"))
     run = read_run(folder)
     assert run.history == resumed.state.log_history
     assert [entry["step"] for entry in run.history] == [entry["step"] for entry in whole.history]
     assert run.records == whole.records
-    assert (folder / "samples.json").read_text() == samples
+    assert (folder / "_samples.json").read_text() == samples
     assert run.description["begun_at_step"] == settings["save_steps"] and run.ledger == whole.ledger
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_ulorl.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +32,9 @@ def test_the_embedded_run_ends_in_figures_plots_and_a_plain_model(tmp_path):
     folder = tmp_path / "run"
     output = run(sys.executable, SCRIPT, "--output_dir", str(folder), *SMALL)
     assert "gain" in output and "Ledger" in output
+    assert re.search(rf"All of it in one page: \S*trl-ulorl report {re.escape(str(folder))}$", output, re.MULTILINE)
+    assert main(["report", str(folder)]) == 0
+    assert "Held-out accuracy" in (folder / "report.html").read_text(encoding="utf-8")
     summary = json.loads((folder / "summary.json").read_text())
     names = {"accuracy_before", "accuracy_after", "standard_error_before", "standard_error_after", "sigma"}
     assert names | {"entropy_last_third", "train_seconds", "lengths", "ledger"} <= summary.keys()

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_run import SIGMA, closed_groups, logged_steps, sample, write_lines, write_run
 
-from trl_ulorl.cli import main
+from trl_ulorl.cli import build_parser, main
+from trl_ulorl.records import METRICS, ROLLOUTS, RUN
 from trl_ulorl.report import statistics
 from trl_ulorl.report.page import evenly, findings, model_name, seconds, tiles, visible
-from trl_ulorl.report.run import NoRunError, Rollouts, read_run
+from trl_ulorl.report.run import DISAGREEMENTS, NoRunError, Rollouts, read_run
 from trl_ulorl.report.statistics import Series
+from trl_ulorl.samples import SAMPLES
+
+ROOT = Path(__file__).parents[2]
 
 
 def report_of(folder):
@@ -249,11 +254,11 @@ def test_completions_never_become_markup(tmp_path):
     write_lines(tmp_path / "rollouts.jsonl", records)
     disagreement = {"prediction": HOSTILE, "reference": HOSTILE, "rules": 1, "judge": 0}
     write_lines(tmp_path / "disagreements.jsonl", [disagreement])
-    content = json.loads((tmp_path / "samples.json").read_text())
+    content = json.loads((tmp_path / "_samples.json").read_text())
     for name in ("question", "prompt", "reference"):
         content["samples"][0][name] = HOSTILE
     content["samples"][0]["rollouts"][0]["extracted"] = HOSTILE
-    (tmp_path / "samples.json").write_text(json.dumps(content))
+    (tmp_path / "_samples.json").write_text(json.dumps(content))
     run = json.loads((tmp_path / "run.json").read_text())
     run["model"], run["settings"]["run_name"], run["reward_functions"] = HOSTILE, HOSTILE, [HOSTILE]
     (tmp_path / "run.json").write_text(json.dumps(run))
@@ -307,7 +312,7 @@ def test_a_run_of_an_earlier_release_is_read(tmp_path):
     words = text_of(page)
     assert "70.0% ± 1.0" in words and "from 40.0% in step 0" in words
     assert words.count("Not recorded.") >= 6
-    for remedy in ("writes metrics.jsonl as it trains", "samples.json . It is written", "run.json . UloRLTrainer"):
+    for remedy in ("writes metrics.jsonl as it trains", "_samples.json . It is written", "run.json . UloRLTrainer"):
         assert remedy in words
     assert "No stage was recorded" in words
     assert "ages" in charts_of(page) and "accuracy" not in charts_of(page)
@@ -449,8 +454,18 @@ def test_evenly_spread_items_hold_both_ends(length, count):
 def test_only_some_samples_are_shown_and_the_page_says_so(tmp_path):
     write_run(tmp_path)
     samples = [sample(left, f"text of {left}") for left in range(1, 41)]
-    (tmp_path / "samples.json").write_text(json.dumps({"every": 1, "samples": samples}))
+    (tmp_path / "_samples.json").write_text(json.dumps({"every": 1, "samples": samples}))
     words = text_of(report_of(tmp_path))
     assert "Samples: 16 of the 40 recorded, evenly spread." in words
     assert words.count("segment 2 · version") == 16
     assert "40 tokens not shown" in words
+
+
+def test_docs_name_every_option_and_file():
+    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    (commands,) = (each for each in build_parser()._actions if each.choices)
+    options = {name for action in commands.choices["report"]._actions for name in action.option_strings}
+    assert options - {"-h", "--help"} == {"--output"}
+    assert "`--output FILE.html`" in text
+    for name in (RUN, METRICS, ROLLOUTS, SAMPLES, DISAGREEMENTS, "summary.json"):
+        assert f"| `{name}` |" in text

@@ -45,11 +45,11 @@ def log_in(path, **settings):
         "correctness_index": 0,
         **settings,
     }
-    return SampleLog(path / "samples.json", **settings)
+    return SampleLog(path / "_samples.json", **settings)
 
 
 def samples_in(path):
-    return json.loads((path / "samples.json").read_text())["samples"]
+    return json.loads((path / "_samples.json").read_text())["samples"]
 
 
 @given(st.text(max_size=300), st.lists(st.integers(0, 600), max_size=6))
@@ -119,7 +119,7 @@ def test_the_file_stays_small_however_long_the_run_is(tmp_path):
     assert MAX_SAMPLES // 2 <= len(kept) <= MAX_SAMPLES
     assert set(np.diff(kept)) == {8}  # evenly spread over the whole run
     assert kept[0] == 0 and kept[-1] > 300 - 8 - 1
-    assert (tmp_path / "samples.json").stat().st_size < 1_500_000
+    assert (tmp_path / "_samples.json").stat().st_size < 1_500_000
 
 
 def test_a_resumed_run_goes_on_with_the_samples_of_before(tmp_path):
@@ -138,7 +138,7 @@ def test_a_resumed_run_goes_on_with_the_samples_of_before(tmp_path):
 
 
 def test_a_damaged_file_does_not_stop_a_resume(tmp_path, caplog):
-    (tmp_path / "samples.json").write_text("{")
+    (tmp_path / "_samples.json").write_text("{")
     log = log_in(tmp_path)
     log.go_back_to(3)
     assert "begin anew" in caplog.text

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from ..diagnostics import Alarms
-from . import figures, statistics
+from . import charts, figures, rollout_charts, statistics
 from .run import Run
 
 MAX_SHOWN_SAMPLES = 16
@@ -64,13 +64,13 @@ def render(run: Run) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(number=number, share=share, seconds=seconds, setting=setting, json=_inlined)
-    charts = {
+    parts = {
         "curves": figures.curves(run),
-        "timelines": figures.timelines(run),
-        "rollouts": figures.rollout_charts(run),
+        "timelines": rollout_charts.timelines(run),
+        "rollouts": [*rollout_charts.fairness(run), *figures.drift(run)],
         "times": [figures.times(run)],
     }
-    plotted = {chart.name: chart.figure for part in charts.values() for chart in part if chart.figure is not None}
+    plotted = {chart.name: chart.figure for part in parts.values() for chart in part if chart.figure is not None}
     balance = run.ledger
     if balance is not None:
         plotted["ledger"] = figures.ledger(balance[0])
@@ -85,8 +85,8 @@ def render(run: Run) -> str:
         model=model_name(run.description.get("model")),
         tiles=tiles(run),
         findings=findings(run),
-        charts=charts,
-        plotted={"charts": plotted, "themes": figures.templates(), "colours": list(figures.COLOURS.values())},
+        charts=parts,
+        plotted={"charts": plotted, "themes": charts.templates(), "colours": list(charts.COLOURS.values())},
         balance=balance,
         phases=statistics.phase_seconds(run.history or (), run.description.get("batches_per_step", 1.0)),
         lengths=[] if run.rollouts is None else statistics.length_table(run.rollouts),
