@@ -51,12 +51,20 @@ def tell(event: str, **values: Any) -> None:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Tell the seconds of a phase, and the most memory that the process held in it."""
-    Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
-    started = time.perf_counter()
+    """Tell the seconds of a phase, those on a processor too, and the most memory that the process held in it."""
+    forget_peak()
+    started, cpu_started = time.perf_counter(), time.process_time()
     tell("begin", name=name)
     yield
-    tell("phase", name=name, seconds=time.perf_counter() - started, peak_mib=memory_mib("VmHWM"))
+    tell_phase(name, time.perf_counter() - started, time.process_time() - cpu_started)
+
+
+def tell_phase(name: str, seconds: float, cpu_seconds: float) -> None:
+    tell("phase", name=name, seconds=seconds, cpu_seconds=cpu_seconds, peak_mib=memory_mib("VmHWM"))
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory_mib(field: str) -> float:
@@ -183,6 +191,7 @@ def make_trainer(folder: Path, num_tokens: int) -> Any:
         """Tells how long each phase takes."""
 
         is_long = False  # whether the batch is the one with the long rollout
+        generated_at = 0.0, 0.0
 
         def _generate_and_score_completions(self, inputs):
             started = time.perf_counter()
@@ -191,16 +200,20 @@ def make_trainer(folder: Path, num_tokens: int) -> Any:
             other = time.perf_counter() - started - report.decode_seconds
             self.is_long = output["completion_ids"].shape[1] == num_tokens
             tell("batch", is_long=self.is_long, other_seconds=other, score_seconds=report.score_seconds)
+            self.generated_at = time.perf_counter(), time.process_time()
+            forget_peak()
             if self.is_long:
                 long_row = int(output["completion_mask"].sum(dim=1).argmax())
                 np.save(folder / "trained.npy", output["completion_ids"][long_row].numpy())
             return output
 
         def training_step(self, model, inputs, num_items_in_batch=None):
-            if not self.is_long:
-                return super().training_step(model, inputs, num_items_in_batch)
-            with phase("forward and backward"):
-                return super().training_step(model, inputs, num_items_in_batch)
+            self.generated_at = time.perf_counter(), time.process_time()  # the first one of a batch generates it
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            if self.is_long:
+                began, cpu_began = self.generated_at
+                tell_phase("forward and backward", time.perf_counter() - began, time.process_time() - cpu_began)
+            return loss
 
         def _save_checkpoint(self, model, trial):
             with phase("save"):
@@ -358,12 +371,15 @@ def figures(first: list[dict[str, Any]], second: list[dict[str, Any]], log: Any,
     (batch,) = (event for event in both if event["event"] == "batch" and event["is_long"])
     scored = max((event for event in both if event["event"] == "scored"), key=lambda event: event["characters"])
     updates = [event for event in both if event["event"] == "phase" and event["name"] == "forward and backward"]
-    table = {name: {"seconds": event["seconds"], "peak_mib": event["peak_mib"]} for name, event in decoded.items()}
-    table["save"] = {"seconds": largest["seconds"], "peak_mib": phases["save"]["peak_mib"]}
-    table["load"] = {"seconds": phases["load"]["seconds"], "peak_mib": phases["load"]["peak_mib"]}
-    table["score"] = {"seconds": scored["seconds"], "peak_mib": None}
+    columns = ("seconds", "cpu_seconds", "peak_mib")
+    table = {
+        name: {column: event[column] for column in columns}
+        for name, event in {**decoded, "save": phases["save"], "load": phases["load"]}.items()
+    }
+    table["score"] = {"seconds": scored["seconds"], "cpu_seconds": None, "peak_mib": None}
     table["update"] = {
         "seconds": sum(event["seconds"] for event in updates),
+        "cpu_seconds": sum(event["cpu_seconds"] for event in updates),
         "peak_mib": max(event["peak_mib"] for event in updates),
     }
     return {
@@ -371,6 +387,7 @@ def figures(first: list[dict[str, Any]], second: list[dict[str, Any]], log: Any,
         "start_mib": phases["start"]["peak_mib"],
         "decode_seconds": sum(event["seconds"] for event in decoded.values()),
         "rest_of_the_step_seconds": batch["other_seconds"] - batch["score_seconds"],
+        "checkpoint_seconds": largest["seconds"],
         "checkpoint_bytes": largest["bytes"],
         "checkpoint_tokens": largest["held"],
         "bytes_per_token": largest["bytes"] / largest["held"],
@@ -381,10 +398,10 @@ def figures(first: list[dict[str, Any]], second: list[dict[str, Any]], log: Any,
 
 
 def print_table(result: dict[str, Any]) -> None:
-    print(f"{'phase':<22}{'seconds':>10}{'peak MiB':>12}")
+    print(f"{'phase':<22}{'seconds':>12}{'on a core':>12}{'peak MiB':>12}")
     for name, row in result["phases"].items():
-        peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
-        print(f"{name:<22}{row['seconds']:>10.2f}{peak:>12}")
+        cells = [row["seconds"], row["cpu_seconds"], row["peak_mib"]]
+        print(f"{name:<22}" + "".join(f"{'' if cell is None else format(cell, '.2f'):>12}" for cell in cells))
     print(f"after the start the process holds {result['start_mib']:.0f} MiB")
     print(f"checkpoint: {result['bytes_per_token']:.3f} bytes per token held, of {result['checkpoint_tokens']:,}")
     print(f"rest of the long batch's step: {result['rest_of_the_step_seconds']:.2f} s")

@@ -31,6 +31,7 @@ def test_a_rollout_goes_through_kill_resume_and_update(tmp_path):
         "held": 96,
     }
     assert figures["phases"].keys() >= {"decode from 0", "decode from 896", "save", "load", "score", "update"}
+    assert figures["phases"]["update"]["seconds"] > 0.01
     # Seven policies, of which the first decodes two segments, at ages 6, 6, 5, ... 0; the sibling's 32 tokens are of age 6.
     ages = 128 * (6 + 6 + 5 + 4 + 3 + 2 + 1 + 0) + 32 * 6
     assert figures["log"]["rollout/age_mean"] == pytest.approx(ages / (1024 + 32))

@@ -50,11 +50,11 @@ def test_step_without_these_metrics_raises_nothing(alarms):
     [
         (
             {"importance/stale_kl": 0.25},
-            ["KL 0.250 nats per token (alarm at 0.1)", "effective sample size 0.98", "Lower the learning rate"],
+            ["KL 0.250 nats per token (alarm at 0.03)", "effective sample size 0.98", "Lower the learning rate"],
         ),
         (
             {"importance/stale_ess": 0.3},
-            ["effective sample size 0.30 (alarm at 0.5)", "`off_policy_mask_threshold`", "`importance_mode='sais'`"],
+            ["effective sample size 0.30 (alarm at 0.8)", "`off_policy_mask_threshold`", "`importance_mode='sais'`"],
         ),
         (
             {"rollout/oldest_group_age": 17.0},
@@ -91,7 +91,7 @@ def test_limits_themselves_are_allowed(alarms, at_limit):
 
 def test_drift_needs_one_of_the_two_only(alarms):
     assert len(alarms.check({"importance/stale_kl": math.nextafter(MAX_STALE_KL, 1)})) == 1
-    assert len(Alarms(watch_importance=True, max_group_age=1).check({"importance/stale_ess": 0.49})) == 1
+    assert len(Alarms(watch_importance=True, max_group_age=1).check({"importance/stale_ess": 0.79})) == 1
 
 
 def test_switch_silences_drift_only():
