@@ -7,14 +7,19 @@ Figure 4. The two smaller models are warm-started first, minutes each.
     python benchmarks/paper/fig5_sigma.py [--sizes 0.8M]
 """
 
+import argparse
 from typing import Any
 
-from arms import ALL_TOKENS, DMMPTS, LOOSE, SIGMA
-from models import add_sizes, make_model, model_options, sizes
+from arms import ALL_TOKENS, DMMPTS, LOOSE, MODELS, SIGMA
+from models import make_model, model_options
 from study import ENTROPY, Arm, Panel, draw_curves, make_runs, options, save, summary, table
 
 TOLERANCE = 0.25
 PANELS = (Panel(ENTROPY.metric, ENTROPY.label, line=SIGMA), Panel("dmmpts/masked_frac", "share of tokens masked"))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", nargs="+", choices=MODELS, default=list(MODELS), help="models (default: all)")
 
 
 def verdicts(arms: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -27,12 +32,12 @@ def verdicts(arms: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    chosen = options(__doc__, add_sizes)
+    chosen = options(__doc__, add_options)
     arms = []
-    for size, hidden_size in sizes(chosen).items():
-        make_model(hidden_size)
+    for size in chosen.sizes:
+        make_model(MODELS[size])
         for label, overrides in (("all tokens", ALL_TOKENS), ("DMMPTs", DMMPTS)):
-            arms.append(Arm(label, {**overrides, **LOOSE, **model_options(hidden_size)}, row=f"{size} parameters"))
+            arms.append(Arm(label, {**overrides, **LOOSE, **model_options(MODELS[size])}, row=f"{size} parameters"))
     content = summary(arms, make_runs(arms, chosen), PANELS)
     judged = verdicts(content)
     print(table(content), *(f"{name}: {verdict}" for name, verdict in judged.items()), sep="\n")

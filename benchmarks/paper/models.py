@@ -1,13 +1,11 @@
 """The embedded model in other sizes, warm-started in the same way where the embedded one does not exist."""
 
-import argparse
 import os
 import subprocess
 import sys
 from typing import Any
 
 import runs
-from arms import MODELS
 
 EMBEDDED = 128
 
@@ -31,14 +29,3 @@ def make_model(hidden_size: int) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(runs.ROOT)},
         check=True,
     )
-
-
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sizes", nargs="+", choices=MODELS, default=list(MODELS), help="models to train (default: all)"
-    )
-
-
-def sizes(chosen: argparse.Namespace) -> dict[str, int]:
-    """Return the hidden size of the chosen models, by name."""
-    return {name: MODELS[name] for name in chosen.sizes}
