@@ -80,7 +80,7 @@ bench: install-vllm  ## Run every benchmark in benchmarks/, tens of minutes; res
 
 # In the order of the paper; figures share runs, and a run that is there is not made again.
 PAPER := fig2_importance ages mastered fig4_masking fig5_sigma gate overlong rewards table2_ablation table3_length sweeps wall_clock pois_bias pois_guards
-paper: install  ## Try the paper's claims on the embedded task, hours; results in outputs/paper (each script by itself takes minutes)
+paper: install  ## Try the paper's claims on the embedded task, about an hour on two cores; results in outputs/paper
 	@status=0; for name in $(PAPER); do echo "== $$name"; $(BIN)/python benchmarks/paper/$$name.py || status=1; done; exit $$status
 
 clean:  ## Remove caches, builds and outputs (.venv and .venv-vllm stay)

@@ -2,16 +2,21 @@
 
 GRPO's baseline needs all rollouts of a group. A rollout that ends early waits for its siblings, and a complete group may wait
 for a place in a batch, so its last segment ages too. The age of a token is the number of updates between its sampling and
-the update that it is trained in. The runs are those of the sweep of segments.
+the update that it is trained in. The runs are those of the sweep of segments, and with 1 and 4 those of Figure 2.
+
+    python benchmarks/paper/ages.py [--segments 1 4]
 """
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 from arms import POIS
 from study import Arm, Run, interval, make_runs, options, save
 
-ARMS = tuple(Arm(f"{count} segments", {**POIS, "num_segments": count}) for count in (1, 2, 4, 8))
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--segments", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: 1 2 4 8)")
 
 
 def shares(run: Run) -> dict[str, float]:
@@ -75,9 +80,10 @@ def shares_shown(content: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    chosen = options(__doc__)
+    chosen = options(__doc__, add_options)
+    arms = [Arm(f"{count} segments", {**POIS, "num_segments": count}) for count in chosen.segments]
     content = {}
-    for name, done in make_runs(ARMS, chosen).items():
+    for name, done in make_runs(arms, chosen).items():
         each = [shares(run) for run in done]
         content[name] = {
             "shares": {key: interval([one[key] for one in each]) for key in each[0] if all(key in one for one in each)}

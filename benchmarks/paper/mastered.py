@@ -95,7 +95,9 @@ def draw(content: dict[str, Any], path: Path) -> None:
             places = [place + (index - 1) * 0.27 for place in range(len(rows))]
             errors = [0.0 if row[share]["high"] is None else row[share]["high"] - row[share]["mean"] for row in rows]
             axes.bar(places, [row[share]["mean"] for row in rows], width=0.25, yerr=errors, label=share, capsize=2)
-        axes.set_xticks(range(len(rows)), [f"{low:g}-{high:g}" for low, high in pairwise(EDGES)], fontsize=8)
+        axes.set_xticks(
+            range(len(rows)), [f"{low:g}-{high:g}" for low, high in pairwise(EDGES)], fontsize=8, rotation=20
+        )
         axes.set(title=f"{name} responses", xlabel="probability of the sampled token", ylabel="share")
         axes.grid(alpha=0.3, axis="y")
         axes.legend()

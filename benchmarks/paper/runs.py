@@ -100,11 +100,13 @@ def note(text: str) -> None:
 
 
 def make_run(options: dict[str, Any], path: str) -> dict[str, Any]:
-    """Train, evaluate, and write the run's file."""
+    """Train, evaluate, and write the run's file; read it if another study has made it meanwhile."""
     import torch
 
     from trl_ulorl.records import write_json
 
+    if Path(path).exists():
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="paper_run_") as folder, contextlib.redirect_stdout(io.StringIO()):
