@@ -170,19 +170,19 @@ def padded(samples: Sequence[Sample]) -> tuple[Any, ...]:
     return ids, attention, mask[:, 1:], old[:, 1:], ages[:, 1:]
 
 
-def comparison(true: Sequence[Any], stale: Sequence[Any]) -> dict[str, float]:
+def comparison(true: Sequence[Any], stale: Sequence[Any]) -> dict[str, float | None]:
     """Compare two estimated gradients, each given by two independent estimates.
 
     Returns:
-        `cosine` and `length_ratio` without the noise's part (NaN where noise is all there is); `plain_cosine`, the mean
+        `cosine` and `length_ratio` without the noise's part (None where noise is all there is); `plain_cosine`, the mean
         cosine of one estimate with another.
     """
     across = float(np.mean([float(a @ b) for a in true for b in stale]))
     of_true, of_stale = float(true[0] @ true[1]), float(stale[0] @ stale[1])
     is_clear = of_true > 0 and of_stale > 0
     return {
-        "cosine": across / (of_true * of_stale) ** 0.5 if is_clear else float("nan"),
-        "length_ratio": (of_stale / of_true) ** 0.5 if is_clear else float("nan"),
+        "cosine": across / (of_true * of_stale) ** 0.5 if is_clear else None,
+        "length_ratio": (of_stale / of_true) ** 0.5 if is_clear else None,
         "plain_cosine": float(np.mean([float(a @ b) / float(a.norm() * b.norm()) for a in true for b in stale])),
     }
 
@@ -300,6 +300,12 @@ def divergence(sums: Any) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------------ the figure
 
 
+def key(rate: float, seed: int, steps: int, num_problems: int) -> str:
+    """Return the name under which a measurement is kept: all that it depends on but the code."""
+    case = [runs.setting({}, seed), rate, steps, num_problems, arms(steps), HALVES, GENERATIONS, EPSILON, PROBLEM_SEED]
+    return hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def measured(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """Return every measurement; each is kept as JSON and none is made twice."""
     from trl_ulorl.records import write_json
@@ -308,9 +314,8 @@ def measured(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     cases = [
         (rate, seed, steps, num_problems) for seed in range(1, chosen.seeds + 1) for rate in chosen.learning_rates
     ]
-    sources = [Path(__file__).read_text(encoding="utf-8"), json.dumps(runs.setting({}, 0), sort_keys=True)]
     folder = runs.RUNS.parent / "gradients"
-    paths = [folder / (hashlib.sha256(repr((*sources, case)).encode()).hexdigest()[:16] + ".json") for case in cases]
+    paths = [folder / f"{key(*case)}.json" for case in cases]
     missing = {path: case for path, case in zip(paths, cases, strict=True) if not path.exists()}
     runs.note(f"{len(cases)} measurements, {len(missing)} of them to be made")
     folder.mkdir(parents=True, exist_ok=True)
@@ -337,20 +342,25 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 name: {
                     **{
                         mode: {
-                            key: study.interval([entry["arms"][name][mode][key] for entry in each])
-                            for key in ("cosine", "length_ratio", "plain_cosine")
+                            figure: over_seeds([entry["arms"][name][mode][figure] for entry in each])
+                            for figure in ("cosine", "length_ratio", "plain_cosine")
                         }
                         for mode in MODES
                     },
                     **{
-                        key: study.interval([entry["arms"][name][key] for entry in each])
-                        for key in ("stale_kl", "stale_ess", "stale_clip_frac")
+                        figure: study.interval([entry["arms"][name][figure] for entry in each])
+                        for figure in ("stale_kl", "stale_ess", "stale_clip_frac")
                     },
                 }
                 for name in each[0]["arms"]
             },
         }
     return result
+
+
+def over_seeds(values: Sequence[float | None]) -> dict[str, Any] | None:
+    """Return mean and interval of the seeds' values; None if one of them has none."""
+    return None if None in values else study.interval([value for value in values if value is not None])
 
 
 def table(rates: dict[str, Any]) -> str:
@@ -360,7 +370,8 @@ def table(rates: dict[str, Any]) -> str:
     ]
     for rate, entry in rates.items():
         for name, arm in entry["arms"].items():
-            cells = [study.cell(arm[mode][key]) for mode in MODES for key in ("cosine", "length_ratio")]
+            values = [arm[mode][figure] for mode in MODES for figure in ("cosine", "length_ratio")]
+            cells = ["-" if value is None else study.cell(value) for value in values]
             cells += [f"{arm['stale_kl']['mean']:.4f}", f"{arm['stale_ess']['mean']:.3f}"]
             lines.append(f"| {rate} | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -380,15 +391,23 @@ def draw(found: Sequence[dict[str, Any]], rates: dict[str, Any], path: Path) -> 
         names = [name for name in entry["arms"] if name.startswith("age")]
         ages = [int(name.split()[1]) for name in names]
         for mode, style in zip(MODES, ("-", "--"), strict=True):
-            for axis, key in zip(axes, ("cosine", "length_ratio"), strict=False):
-                points = [entry["arms"][name][mode][key] for name in names]
-                values = {"x": ages, "mean": [point["mean"] for point in points]}
-                if points[0]["low"] is not None:
+            for axis, figure in zip(axes, ("cosine", "length_ratio"), strict=False):
+                clear = [(age, entry["arms"][name][mode][figure]) for age, name in zip(ages, names, strict=True)]
+                clear = [(age, point) for age, point in clear if point is not None]
+                points = [point for _, point in clear]
+                values = {"x": [age for age, _ in clear], "mean": [point["mean"] for point in points]}
+                if points and points[0]["low"] is not None:
                     values |= {bound: [point[bound] for point in points] for bound in ("low", "high")}
                 study.draw_line(axis, values, f"{mode.upper()}, learning rate {rate}", f"C{color}")
                 axis.lines[-1].set_linestyle(style)
         for mode, marker in zip(MODES, "ox", strict=True):
-            each = [arm for one in found if f"{one['learning_rate']:g}" == rate for arm in one["arms"].values()]
+            each = [
+                arm
+                for one in found
+                if f"{one['learning_rate']:g}" == rate
+                for arm in one["arms"].values()
+                if arm[mode]["cosine"] is not None
+            ]
             axes[2].scatter(
                 [max(arm["stale_kl"], 1e-6) for arm in each],
                 [arm[mode]["cosine"] for arm in each],

@@ -1,6 +1,6 @@
 """A run that POIS loses, and what saves it.
 
-The learning rate is five times that of the other figures and the data are old: eight segments, and three times the groups in
+The learning rate is two and a half times that of the other figures and the data are old: eight segments, and three times the groups in
 flight that they need. Each other arm adds one guard to this setting; "on-policy" has one segment, and says whether the
 learning rate alone would lose the run. All tokens are trained on.
 """
@@ -8,7 +8,7 @@ learning rate alone would lose the run. All tokens are trained on.
 from arms import LEARNING_RATE, POIS
 from study import ACCURACY, ENTROPY, FINALS, Arm, Panel, Run, figure
 
-BARE = {**POIS, "max_steps": 12, "learning_rate": 5 * LEARNING_RATE, "num_segments": 8, "max_inflight_groups": 192}
+BARE = {**POIS, "max_steps": 16, "learning_rate": 2.5 * LEARNING_RATE, "num_segments": 8, "max_inflight_groups": 192}
 ARMS = (
     Arm("bare POIS", BARE),
     Arm("SAIS", {**BARE, "importance_mode": "sais"}),
