@@ -60,7 +60,7 @@ class Panel:
 
 
 ENTROPY = Panel("entropy", "mean token entropy (nats)")
-ACCURACY = Panel("accuracy", "share of completed rollouts that are right")
+ACCURACY = Panel("accuracy", "completed rollouts that are right")
 
 Run = dict[str, Any]
 
@@ -273,7 +273,15 @@ def figure(
     finals: dict[str, Callable[[Run], float]] = FINALS,
 ) -> None:
     """Make a figure of curves from the command line's options: the runs, the table, the JSON and the picture."""
-    chosen = options(doc)
+    labels = list(dict.fromkeys(arm.label for arm in arms))
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--arms", nargs="+", choices=labels, metavar="ARM", help=f"some of {labels} (default: all)"
+        )
+
+    chosen = options(doc, add)
+    arms = [arm for arm in arms if arm.label in (chosen.arms or labels)]
     content = summary(arms, make_runs(arms, chosen), panels, finals)
     print(table(content))
     save(name, {"arms": content}, chosen, draw_curves(arms, content, panels))

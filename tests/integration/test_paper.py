@@ -150,6 +150,21 @@ def test_intervals_of_three_seeds(paper):
     assert study.running_mean([1.0, float("nan"), 3.0]) == [1.0, 1.0, 3.0]
 
 
+def test_a_figure_of_some_arms(paper, monkeypatch, capsys):
+    study = paper("study")
+    arms = (study.Arm("one"), study.Arm("two"), study.Arm("three"))
+    monkeypatch.setattr(sys, "argv", ["figure.py", "--arms", "one", "three"])
+    seen = []
+    monkeypatch.setattr(study, "make_runs", lambda chosen, options: seen.extend(chosen) or {})
+    with pytest.raises(KeyError):  # there are no runs
+        study.figure("figure", None, arms, ())
+    assert seen == [arms[0], arms[2]]
+    monkeypatch.setattr(sys, "argv", ["figure.py", "--arms", "four"])
+    with pytest.raises(SystemExit):
+        study.figure("figure", None, arms, ())
+    assert "'four'" in capsys.readouterr().err
+
+
 def test_the_gate_opens_where_half_of_the_responses_stay_below(paper):
     gate = paper("gate")
 
