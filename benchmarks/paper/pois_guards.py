@@ -1,8 +1,8 @@
 """A run that POIS loses, and what saves it.
 
-The learning rate is two and a half times that of the other figures and the data are old: eight segments, and three times the groups in
-flight that they need. Each other arm adds one guard to this setting; "on-policy" has one segment, and says whether the
-learning rate alone would lose the run. All tokens are trained on.
+The learning rate is two and a half times that of the other figures, and the data are older: eight segments. Each other arm
+adds one guard to this setting; "on-policy" has one segment, and says whether the learning rate alone would lose the run. All
+tokens are trained on.
 """
 
 from arms import LEARNING_RATE, POIS
