@@ -13,7 +13,7 @@ ARMS = (
     Arm("bare POIS", BARE),
     Arm("SAIS", {**BARE, "importance_mode": "sais"}),
     Arm("2 segments", {**BARE, "num_segments": 2, "max_inflight_groups": 16}),
-    Arm("max_staleness 2", {**BARE, "max_staleness": 2}),
+    Arm("max_staleness 2", {**BARE, "max_staleness": 2, "max_inflight_groups": 24}),
     Arm("off_policy_mask_threshold 0.1", {**BARE, "off_policy_mask_threshold": 0.1}),
     Arm("on-policy", {**BARE, "num_segments": 1, "max_inflight_groups": 8}),
 )
