@@ -236,7 +236,7 @@ def test_a_failing_check_is_exit_code_1(monkeypatch, capsys):
         (["--config", "no_such.yaml"], "check `--config`"),
         (["--model", "./no_such_model"], "no_such_model"),
         (["--num_segments", "0"], "num_segments"),
-        (["--dataset_name", "no_such.jsonl"], "check `dataset_name`"),
+        (["--dataset_name", "no_such.jsonl"], "no file 'no_such.jsonl': check the path"),
         (["--no_such_option", "1"], "no_such_option"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from doc_blocks import PAGES, RUN_AT_ONCE, RUN_WITH_STAND_INS, blocks, run_page
 from torch import Tensor
 from trl import ModelConfig
@@ -104,9 +105,10 @@ def check_own(words):
 
 def check_launch(words):
     """Options of accelerate itself, then a script or `-m` and a module."""
+    known = {name for action in launch_command_parser()._actions for name in action.option_strings}
     while words[0].startswith("--"):
         name, value, *words = words
-        assert name in ("--config_file", "--num_processes"), name
+        assert name in known, name
         if name == "--config_file":
             assert (ROOT / value).is_file(), value
     if words[0] == "-m":
@@ -114,6 +116,13 @@ def check_launch(words):
         check_own(words[2:])
     else:
         check_script(words)
+
+
+def check_sbatch(words):
+    """Options of Slurm, then a script of ours and a configuration."""
+    script, config = words[-2:]
+    assert words[:-2] and words[0].startswith("--")
+    assert (ROOT / script).is_file() and (ROOT / config).is_file(), words
 
 
 def check_make(words):
@@ -157,6 +166,7 @@ CHECKS = {
     "trl-ulorl": check_own,
     "accelerate": lambda words: check_launch(words[1:]) if words[0] == "launch" else pytest.fail(str(words)),
     "make": check_make,
+    "sbatch": check_sbatch,
     "pip": check_pip,
     "python": check_python,
     "vllm": check_foreign,

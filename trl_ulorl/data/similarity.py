@@ -83,7 +83,7 @@ def features(question: str) -> Features:
     text = question if question.isascii() else question.translate(_SPELLINGS)
     if "\\" in text:
         text = _LAYOUT.sub(" ", text)
-    elif "$" in text or "~" in text:  # the same without commands, which are dear to look for
+    elif "$" in text or "~" in text or "&" in text:  # the same without commands, which are dear to look for
         text = text.replace("$", " ").replace("~", " ").replace("&nbsp;", " ")
     if "{" in text:
         text = _ONE_IN_BRACES.sub(r" \1 ", text)
