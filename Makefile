@@ -62,7 +62,7 @@ demo: $(if $(filter vllm,$(ENGINE)),install-vllm,install)  ## Train the embedded
 
 # One OpenMP thread per worker: two processes that share two cores run several times slower with more. Slow tests lie side by
 # side, so that a worker which is done takes over from the other.
-test: install  ## Run the unit and the slow tests (no GPU needed, about 10 minutes on two cores)
+test: install  ## Run the unit and the slow tests (no GPU needed, about 11 minutes on two cores)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-vllm: install-vllm  ## Run the tests that start vLLM (no GPU needed)
