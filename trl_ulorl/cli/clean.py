@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .inputs import add_engine, read_endpoint
-from .plan import _count, _count_or_zero, _number, _positive
+from .inputs import add_engine, count, count_or_zero, number, positive, read_endpoint
 
 if TYPE_CHECKING:
     from ..data.audit import Summary
@@ -52,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     data.add_argument("--answer_column", metavar="NAME", help="column of the references; a.b is a nested one")
     data.add_argument(
         "--num_proc",
-        type=_count,
+        type=count,
         default=_usable_cpus(),
         metavar="N",
         help="processes for the rules (default: all cores)",
@@ -62,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     rules.add_argument("--skip", nargs="+", default=[], metavar="RULE", help="rules to leave out")
     rules.add_argument(
         "--max_answer_characters",
-        type=_count,
+        type=count,
         default=100,
         metavar="N",
         help="longest reference to keep (default: 100)",
@@ -77,7 +76,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     models = parser.add_argument_group("models")
     models.add_argument("--model", metavar="MODEL", help="drop what this model always answers correctly")
-    models.add_argument("--samples", type=_count, default=8, metavar="K", help="its tries of each row (default: 8)")
+    models.add_argument("--samples", type=count, default=8, metavar="K", help="its tries of each row (default: 8)")
     models.add_argument(
         "--reference_models",
         nargs="+",
@@ -97,14 +96,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     models.add_argument(
         "--instruction", metavar="TEXT", help="added to questions to answer (default: reason, and box the answer)"
     )
-    models.add_argument("--temperature", type=_positive, default=0.85, help="(default: 0.85)")
-    models.add_argument("--top_p", type=partial(_number, least=1e-6, most=1), default=0.95, help="(default: 0.95)")
-    models.add_argument("--top_k", type=_count_or_zero, default=20, help="0 for no limit (default: 20)")
-    models.add_argument("--max_tokens", type=_count, default=8192, metavar="N", help="of an answer (default: 8192)")
-    models.add_argument(
-        "--batch_size", type=_count, default=32, metavar="N", help="answers side by side (default: 32)"
-    )
-    models.add_argument("--seed", type=_count_or_zero, default=0, help="of the sampling (default: 0)")
+    models.add_argument("--temperature", type=positive, default=0.85, help="(default: 0.85)")
+    models.add_argument("--top_p", type=partial(number, least=1e-6, most=1), default=0.95, help="(default: 0.95)")
+    models.add_argument("--top_k", type=count_or_zero, default=20, help="0 for no limit (default: 20)")
+    models.add_argument("--max_tokens", type=count, default=8192, metavar="N", help="of an answer (default: 8192)")
+    models.add_argument("--batch_size", type=count, default=32, metavar="N", help="answers side by side (default: 32)")
+    models.add_argument("--seed", type=count_or_zero, default=0, help="of the sampling (default: 0)")
 
 
 def _usable_cpus() -> int:

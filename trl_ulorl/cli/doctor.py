@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .inputs import add_engine
-from .plan import _count
+from .inputs import add_engine, count
 
 if TYPE_CHECKING:
     from ..doctor import Check
@@ -54,11 +53,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--model", metavar="MODEL", help="path or name on the Hub (default: the configuration's, or embedded)"
     )
     add_engine(parser, help="what decodes (default: the configuration's)")
-    parser.add_argument("--problems", type=_count, default=32, help="prompts to decode (default: 32)")
-    parser.add_argument("--tokens", type=_count, default=256, help="most tokens of an output here (default: 256)")
+    parser.add_argument("--problems", type=count, default=32, help="prompts to decode (default: 32)")
+    parser.add_argument("--tokens", type=count, default=256, help="most tokens of an output here (default: 256)")
     parser.add_argument(
         "--processes",
-        type=_count,
+        type=count,
         default=1,
         help="processes of the training on this machine, for memory (default: 1)",
     )

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .inputs import add_engine, load_reward, read_endpoint
-from .plan import _count, _count_or_zero, _positive, _share
+from .inputs import add_engine, count, count_or_zero, load_reward, positive, read_endpoint, share, spellings
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -59,15 +58,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="NAME",
         help="aime_2025, beyond_aime, arithmetic (embedded), a Hub name, or a .jsonl, .json, .parquet or .csv file",
     )
-    data.add_argument(*_names("--dataset_config"), metavar="NAME", help="configuration of a Hub data set")
-    data.add_argument(*_names("--dataset_split"), default="test", metavar="NAME", help="its split (default: test)")
+    data.add_argument(*spellings("--dataset_config"), metavar="NAME", help="configuration of a Hub data set")
+    data.add_argument(*spellings("--dataset_split"), default="test", metavar="NAME", help="its split (default: test)")
     data.add_argument(
-        *_names("--prompt_column"), metavar="NAME", help="of the questions (default: the first usual name)"
+        *spellings("--prompt_column"), metavar="NAME", help="of the questions (default: the first usual name)"
     )
     data.add_argument(
-        *_names("--answer_column"), metavar="NAME", help="of the references, a.b for a nested one (default: likewise)"
+        *spellings("--answer_column"),
+        metavar="NAME",
+        help="of the references, a.b for a nested one (default: likewise)",
     )
-    data.add_argument(*_names("--num_problems"), type=_count, metavar="N", help="only the first N problems")
+    data.add_argument(*spellings("--num_problems"), type=count, metavar="N", help="only the first N problems")
     data.add_argument(
         "--instruction", metavar="TEXT", help="appended to each question (default: none, as in training)"
     )
@@ -76,20 +77,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
     sampling = parser.add_argument_group("sampling, by default the paper's")
-    sampling.add_argument("--k", type=_count, default=32, help="of avg@k, pass@k and maj@k (default: 32)")
+    sampling.add_argument("--k", type=count, default=32, help="of avg@k, pass@k and maj@k (default: 32)")
     sampling.add_argument(
-        *_names("--num_samples"), type=_count, metavar="N", help="answers to each problem, at least k (default: k)"
+        *spellings("--num_samples"), type=count, metavar="N", help="answers to each problem, at least k (default: k)"
     )
-    sampling.add_argument("--temperature", type=_positive, default=0.85, help="(default: 0.85)")
-    sampling.add_argument(*_names("--top_p"), type=_share, default=0.95, help="1 for no limit (default: 0.95)")
-    sampling.add_argument(*_names("--top_k"), type=_count_or_zero, default=20, help="0 for no limit (default: 20)")
+    sampling.add_argument("--temperature", type=positive, default=0.85, help="(default: 0.85)")
+    sampling.add_argument(*spellings("--top_p"), type=share, default=0.95, help="1 for no limit (default: 0.95)")
+    sampling.add_argument(*spellings("--top_k"), type=count_or_zero, default=20, help="0 for no limit (default: 20)")
     sampling.add_argument(
-        *_names("--max_completion_length"),
-        type=_count,
+        *spellings("--max_completion_length"),
+        type=count,
         metavar="TOKENS",
         help="(default: what the model's positions leave behind the prompt)",
     )
-    sampling.add_argument("--seed", type=_count_or_zero, default=0, help="(default: 0)")
+    sampling.add_argument("--seed", type=count_or_zero, default=0, help="(default: 0)")
 
     engine = parser.add_argument_group("engine")
     add_engine(
@@ -102,25 +103,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--api", choices=("chat", "completions"), default="chat", help="what the endpoint is asked for (default: chat)"
     )
     engine.add_argument(
-        *_names("--batch_size"), type=_count, default=32, help="answers that decode together (default: 32)"
+        *spellings("--batch_size"), type=count, default=32, help="answers that decode together (default: 32)"
     )
     engine.add_argument(
-        *_names("--rope_parameters"),
+        *spellings("--rope_parameters"),
         metavar="JSON",
         help="YaRN for more positions, in transformers' spelling (default: the model's own)",
     )
-    engine.add_argument(*_names("--model_revision"), metavar="NAME", help="branch, tag or commit on the Hub")
+    engine.add_argument(*spellings("--model_revision"), metavar="NAME", help="branch, tag or commit on the Hub")
     engine.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="of the weights"
     )
     engine.add_argument(
-        *_names("--gpu_memory_utilization"), type=_share, default=0.9, help="memory share of vLLM (default: 0.9)"
+        *spellings("--gpu_memory_utilization"), type=share, default=0.9, help="memory share of vLLM (default: 0.9)"
     )
-
-
-def _names(name: str) -> tuple[str, str]:
-    """Return an option's spelling with underscores, as in training, and with dashes."""
-    return name, "--" + name[2:].replace("_", "-")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,17 +5,63 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from .plan import _count_or_zero, _positive
 
 if TYPE_CHECKING:
     from ..endpoint import EndpointSettings
 
 ENGINES = ("transformers", "vllm")  # in this process
 ENDPOINT = "endpoint"
+
+
+def whole(text: str, least: int) -> int:
+    """Read a whole number; argparse reports what is none."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+    return value
+
+
+def number(text: str, least: float, most: float = sys.float_info.max) -> float:
+    """Read a number between bounds; argparse reports what is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        bounds = f"of at least {least:g}" if most == sys.float_info.max else f"between {least:g} and {most:g}"
+        raise argparse.ArgumentTypeError(f"{text} is not a number {bounds}")
+    return value
+
+
+count = partial(whole, least=1)
+count_or_zero = partial(whole, least=0)
+not_negative = partial(number, least=0)
+positive = partial(number, least=1e-12)
+share = partial(number, least=0, most=1)
+
+
+def spellings(name: str) -> tuple[str, str]:
+    """Return an option's spelling with underscores, as in training, and with dashes."""
+    return name, "--" + name[2:].replace("_", "-")
+
+
+def check_output(path: Path | None) -> None:
+    """Check that a file can be written where `--output` says, if it says anything.
+
+    Raises:
+        ValueError: If its folder does not exist.
+    """
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ValueError(f"`--output` ({path}) lies in a folder that does not exist. Make the folder first.")
 
 
 def add_engine(
@@ -27,34 +73,30 @@ def add_engine(
     if not has_endpoint:
         return
     group.add_argument(
-        *_spellings("--base_url"), metavar="URL", help="of the endpoint, which speaks OpenAI's API, up to and with /v1"
+        *spellings("--base_url"), metavar="URL", help="of the endpoint, which speaks OpenAI's API, up to and with /v1"
     )
     group.add_argument(
-        *_spellings("--api_key_env"),
+        *spellings("--api_key_env"),
         metavar="NAME",
         help="environment variable with the endpoint's key (default: none)",
     )
     group.add_argument(
-        *_spellings("--timeout_seconds"),
-        type=_positive,
+        *spellings("--timeout_seconds"),
+        type=positive,
         default=3600.0,
         metavar="S",
         help="longest wait for an answer of the endpoint (default: 3600)",
     )
     group.add_argument(
-        *_spellings("--max_retries"),
-        type=_count_or_zero,
+        *spellings("--max_retries"),
+        type=count_or_zero,
         default=4,
         metavar="N",
         help="further tries of a request to the endpoint (default: 4)",
     )
     group.add_argument(
-        *_spellings("--extra_body"), metavar="JSON", help="further fields of each request to the endpoint"
+        *spellings("--extra_body"), metavar="JSON", help="further fields of each request to the endpoint"
     )
-
-
-def _spellings(name: str) -> tuple[str, str]:
-    return name, "--" + name[2:].replace("_", "-")
 
 
 def read_endpoint(options: argparse.Namespace) -> EndpointSettings | None:

@@ -7,6 +7,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from .inputs import check_output
+
 _DESCRIPTION = """
 Write what a training run was and came to into one HTML file that needs no network: settings, curves, the rollout timeline,
 lengths and ages of what was generated against what was trained on, the ledger, times, the verifier's stages and sample
@@ -43,7 +45,9 @@ def run(options: argparse.Namespace) -> int:
         from ..report.run import read_run
 
         content = read_run(options.folder)
-        _check_output(output)
+        if output.is_dir():
+            raise ValueError(f"`--output` ({output}) is a folder. Name a file.")
+        check_output(output)
     except (ValueError, ImportError) as error:
         sys.stderr.write(f"trl-ulorl report: {error}\n")
         return 2
@@ -59,10 +63,3 @@ def _check_packages() -> None:
     for module in ("plotly", "jinja2"):
         if find_spec(module) is None:
             raise ImportError(f'the report needs {module}, which is not installed: `pip install "trl-ulorl[report]"`.')
-
-
-def _check_output(output: Path) -> None:
-    if output.is_dir():
-        raise ValueError(f"`--output` ({output}) is a folder. Name a file.")
-    if not output.resolve().parent.is_dir():
-        raise ValueError(f"`--output` ({output}) lies in a folder that does not exist. Make the folder first.")

@@ -11,6 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from .inputs import check_output
+
 if TYPE_CHECKING:
     from ..rewards import Verdict
 
@@ -114,8 +116,7 @@ def _checked(case: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.output is not None and not options.output.resolve().parent.is_dir():
-        raise ValueError(f"`--output` ({options.output}) lies in a folder that does not exist. Make the folder first.")
+    check_output(options.output)
     if options.compare:
         from importlib.util import find_spec
 
