@@ -112,7 +112,7 @@ def read_prompt(value: Any) -> Prompt:
         users = [place for place, message in enumerate(value) if message.get("role", "user") == "user"]
         if not users:
             return Prompt("")
-        messages = tuple(_plain_message(message) for message in value[: users[-1]])
+        messages = tuple(plain_message(message) for message in value[: users[-1]])
         return _unwrapped(str(value[users[-1]]["content"] or ""), messages)
     raise ValueError(
         f"A prompt ({str(value)[:80]!r}) must be a text or a list of messages with `role` and `content`: nothing else is a "
@@ -120,7 +120,7 @@ def read_prompt(value: Any) -> Prompt:
     )
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what Arrow filled in: fields that other rows' messages have."""
     return {name: value for name, value in message.items() if value is not None}
 

@@ -17,6 +17,7 @@ import numpy as np
 from datasets import Dataset
 from tqdm.auto import tqdm
 
+from ..data.sources import plain_message
 from ..endpoint import Answer, Endpoint, EndpointSettings, Prompt, Request
 from .problems import problem_ids
 from .runner import EvaluationResult, Judge, Reward, Try
@@ -148,7 +149,7 @@ class ServedEvaluation:
         settings = self._settings
         prompt: Prompt = self._problems[problem]["prompt"]
         if not isinstance(prompt, str):
-            prompt = [_without_gaps(message) for message in prompt]
+            prompt = [plain_message(message) for message in prompt]
         seed = int(np.random.default_rng([settings.seed, problem, attempt]).integers(2**31))
         fields = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
         if settings.top_k:
@@ -156,8 +157,3 @@ class ServedEvaluation:
         if settings.max_completion_length is not None:
             fields["max_tokens"] = settings.max_completion_length
         return Request(prompt, fields)
-
-
-def _without_gaps(message: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what Arrow filled in: fields that other rows' messages have."""
-    return {name: value for name, value in message.items() if value is not None}
