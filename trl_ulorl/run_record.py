@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .records import METRICS, RUN, write_json
+from .records import METRICS, RUN, write_json, write_text
 
 _PACKAGES = ("trl-ulorl", "trl", "transformers", "torch", "accelerate", "vllm", "deepspeed", "peft")
 _SECRET = re.compile(r"(token|key|password|secret)$", re.IGNORECASE)
@@ -47,9 +47,7 @@ class RunRecord(TrainerCallback):
         if not state.is_world_process_zero:
             return
         write_json(self._folder / RUN, {**self._describe(), "begun_at_step": state.global_step})
-        part = self._folder / f"{METRICS}.tmp"
-        part.write_text("".join(map(_line, state.log_history)), encoding="utf-8")
-        part.replace(self._folder / METRICS)
+        write_text(self._folder / METRICS, "".join(map(_line, state.log_history)))
         self._is_begun = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

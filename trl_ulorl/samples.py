@@ -60,20 +60,28 @@ class SampleLog:
         """Forget what was kept: a new run begins."""
         self._every = 1
         self._samples: list[dict[str, Any]] = []
-        self._num_tokens = 0  # of the last group
+        self._version, self._longest = -1, 0  # the newest version, and the tokens of its longest group
+        self._offered: RolloutGroup | None = None
 
-    def write(self, group: RolloutGroup, outcome: Outcome, version: int) -> None:
-        """Keep a group, if its turn has come."""
+    def offer(self, group: RolloutGroup, outcome: Outcome, version: int) -> None:
+        """Take a group for the next `save`, if its turn has come and it is the longest so far."""
         if not self._is_enabled or outcome is not Outcome.TRAINED:
             return
-        if self._samples and version == self._samples[-1]["left"]:
-            if group.num_tokens <= self._num_tokens:
-                return
-            self._samples.pop()
-        elif self._samples and version < self._samples[-1]["left"] + self._every:
+        if self._samples and self._samples[-1]["left"] < version < self._samples[-1]["left"] + self._every:
             return
-        self._samples.append(self._sample(group, version))
-        self._num_tokens = group.num_tokens
+        if version != self._version:
+            self._version, self._longest = version, 0
+        if group.num_tokens > self._longest:
+            self._offered, self._longest = group, group.num_tokens
+
+    def save(self) -> None:
+        """Write the file, if a group was taken since the last time."""
+        if self._offered is None:
+            return
+        if self._samples and self._samples[-1]["left"] == self._version:  # a batch before, of the same update
+            self._samples.pop()
+        self._samples.append(self._sample(self._offered, self._version))
+        self._offered = None
         if len(self._samples) > MAX_SAMPLES:
             self._samples = self._samples[::2]
             self._every *= 2

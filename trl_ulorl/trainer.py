@@ -550,6 +550,7 @@ class UloRLTrainer(GRPOTrainer):
             self._window_start = self._step
         if self._step % self.args.micro_steps_per_batch == 0:
             self._collector.finish_batch(self.state.global_step)
+            self._samples.save()
             self._collector.ledger_balance()
         return loss
 
@@ -777,7 +778,7 @@ class UloRLTrainer(GRPOTrainer):
 
     def _record_group(self, group: RolloutGroup, outcome: Outcome, version: int) -> None:
         self._log_file.write(group, outcome, version)
-        self._samples.write(group, outcome, version)
+        self._samples.offer(group, outcome, version)
 
     def _description(self) -> dict[str, Any]:
         """What `run.json` says of the run."""

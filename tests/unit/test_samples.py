@@ -83,10 +83,11 @@ def test_tokens_shown_and_left_out_are_all_tokens(lengths):
 
 def test_a_sample_is_the_longest_group_of_a_version_and_its_telling_rollouts(tmp_path):
     log = log_in(tmp_path)
-    log.write(group_of(0, 10, 20), Outcome.TRAINED, 5)
-    log.write(group_of(1, 100, 70, 90, 2, rewards=[0.0, 1.0, 1.0, 0.0]), Outcome.TRAINED, 5)
-    log.write(group_of(2, 50, 60), Outcome.TRAINED, 5)
-    log.write(group_of(3, 999), Outcome.FILTERED, 5)
+    log.offer(group_of(0, 10, 20), Outcome.TRAINED, 5)
+    log.offer(group_of(1, 100, 70, 90, 2, rewards=[0.0, 1.0, 1.0, 0.0]), Outcome.TRAINED, 5)
+    log.offer(group_of(2, 50, 60), Outcome.TRAINED, 5)
+    log.offer(group_of(3, 999), Outcome.FILTERED, 5)
+    log.save()
     (sample,) = samples_in(tmp_path)
     assert {name: sample[name] for name in ("group", "row", "left", "question", "prompt", "reference")} == {
         "group": 1,
@@ -103,18 +104,28 @@ def test_a_sample_is_the_longest_group_of_a_version_and_its_telling_rollouts(tmp
     ]
 
 
+def test_a_later_batch_of_the_same_update_may_have_the_longest_group(tmp_path):
+    log = log_in(tmp_path)
+    for group, tokens in enumerate((10, 30, 20)):
+        log.offer(group_of(group, tokens), Outcome.TRAINED, 5)
+        log.save()
+    assert [(sample["group"], sample["left"]) for sample in samples_in(tmp_path)] == [(1, 5)]
+
+
 def test_undecided_rollouts_are_neither_right_nor_wrong(tmp_path):
     log = log_in(tmp_path)
-    log.write(group_of(0, 3, 5, rewards=[float("nan"), 1.0]), Outcome.TRAINED, 0)
+    log.offer(group_of(0, 3, 5, rewards=[float("nan"), 1.0]), Outcome.TRAINED, 0)
+    log.save()
     assert [r["rewards"] for r in samples_in(tmp_path)[0]["rollouts"]] == [[1.0], [None]]
 
 
 def test_the_file_stays_small_however_long_the_run_is(tmp_path):
     log = log_in(tmp_path)
     for version in range(300):
-        log.write(
+        log.offer(
             group_of(version, 8192, 4096, 70_000 if version % 50 == 0 else 64, segment=4096), Outcome.TRAINED, version
         )
+        log.save()
     kept = [sample["left"] for sample in samples_in(tmp_path)]
     assert MAX_SAMPLES // 2 <= len(kept) <= MAX_SAMPLES
     assert set(np.diff(kept)) == {8}  # evenly spread over the whole run
@@ -125,15 +136,18 @@ def test_the_file_stays_small_however_long_the_run_is(tmp_path):
 def test_a_resumed_run_goes_on_with_the_samples_of_before(tmp_path):
     whole = log_in(tmp_path)
     for version in range(100):
-        whole.write(group_of(version, 5), Outcome.TRAINED, version)
+        whole.offer(group_of(version, 5), Outcome.TRAINED, version)
+        whole.save()
     expected = samples_in(tmp_path)
     first = log_in(tmp_path)
     for version in range(60):
-        first.write(group_of(version, 5), Outcome.TRAINED, version)
+        first.offer(group_of(version, 5), Outcome.TRAINED, version)
+        first.save()
     resumed = log_in(tmp_path)
     resumed.go_back_to(50)
     for version in range(50, 100):
-        resumed.write(group_of(version, 5), Outcome.TRAINED, version)
+        resumed.offer(group_of(version, 5), Outcome.TRAINED, version)
+        resumed.save()
     assert samples_in(tmp_path) == expected
 
 
@@ -142,14 +156,16 @@ def test_a_damaged_file_does_not_stop_a_resume(tmp_path, caplog):
     log = log_in(tmp_path)
     log.go_back_to(3)
     assert "begin anew" in caplog.text
-    log.write(group_of(0, 5), Outcome.TRAINED, 3)
+    log.offer(group_of(0, 5), Outcome.TRAINED, 3)
+    log.save()
     assert len(samples_in(tmp_path)) == 1
 
 
 def test_nothing_is_written_where_it_is_off(tmp_path):
     log = log_in(tmp_path, is_enabled=False)
     log.go_back_to(1)
-    log.write(group_of(0, 5), Outcome.TRAINED, 0)
+    log.offer(group_of(0, 5), Outcome.TRAINED, 0)
+    log.save()
     assert not list(tmp_path.iterdir())
 
 
