@@ -7,8 +7,6 @@ import logging
 import shutil
 from pathlib import Path
 
-from transformers.trainer_utils import sort_checkpoints
-
 from .rollout.state import StateError, StateFormatError, check_whole
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,7 @@ def newest_whole_checkpoint(output_dir: str | Path, *, discards: bool) -> str:
         ValueError: If there is none, or the newest one is of another format.
     """
     skipped: list[str] = []
-    for checkpoint in reversed(sort_checkpoints(str(output_dir))):
+    for checkpoint in reversed(_sorted(output_dir)):
         try:
             if not is_committed(checkpoint):
                 raise StateError(f"{checkpoint} has no whole `{COMMIT_MARK}`: it was not saved to its end.")
@@ -55,6 +53,13 @@ def newest_whole_checkpoint(output_dir: str | Path, *, discards: bool) -> str:
         f"`resume_from_checkpoint=True`, but {output_dir} has no whole checkpoint. "
         + (" ".join(skipped) or "It has no `checkpoint-<step>` folder at all: start without it.")
     )
+
+
+def _sorted(output_dir: str | Path, *, use_mtime: bool = False) -> list[str]:
+    # Here, as transformers takes seconds to load: a report asks only whether a checkpoint is whole.
+    from transformers.trainer_utils import sort_checkpoints
+
+    return sort_checkpoints(str(output_dir), use_mtime=use_mtime)
 
 
 def withdraw(checkpoint: str | Path) -> None:
@@ -77,7 +82,7 @@ def rotate(output_dir: str | Path, *, limit: int | None, newest: str, best: str 
     if not limit or limit < 0:
         return
     protected = {Path(newest).resolve(), *([Path(best).resolve()] if best else [])}
-    checkpoints = [Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)]
+    checkpoints = [Path(path) for path in _sorted(output_dir, use_mtime=True)]
     whole = [path for path in checkpoints if is_committed(path)]
     surplus = [path for path in whole if path.resolve() not in protected]
     del surplus[max(0, len(whole) - max(limit, len(protected))) :]

@@ -9,31 +9,8 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from .config import DMMPTsConfig, UloRLConfig
+from .records import KEY_SETTINGS
 
-_SETTINGS = (
-    "max_completion_length",
-    "num_segments",
-    "segment_length",
-    "rollout_schedule",
-    "max_inflight_groups",
-    "max_staleness",
-    "importance_mode",
-    "dynamic_sampling",
-    "overlong",
-    "num_generations",
-    "generation_batch_size",
-    "num_iterations",
-    "temperature",
-    "top_p",
-    "top_k",
-    "learning_rate",
-    "lr_scheduler_type",
-    "beta",
-    "epsilon",
-    "epsilon_high",
-    "loss_type",
-    "seed",
-)
 # The last value that was logged of each: its name in the log, what a reader calls it, and its form.
 _FIGURES = (
     ("accuracy", "accuracy of the groups completed in a step", "{:.3f}"),
@@ -103,7 +80,7 @@ def _method(args: UloRLConfig) -> str:
 
 
 def _settings(args: UloRLConfig) -> str:
-    rows = [f"| `{name}` | {_shown(getattr(args, name))} |" for name in _SETTINGS]
+    rows = [f"| `{name}` | {_shown(getattr(args, name))} |" for name in KEY_SETTINGS]
     return "\n".join(["### Settings", "", "| field | value |", "|---|---|", *rows])
 
 

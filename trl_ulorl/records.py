@@ -12,6 +12,31 @@ from .rollout.pool import Outcome, Rollout, RolloutGroup
 
 RUN, METRICS, ROLLOUTS = "run.json", "metrics.jsonl", "rollouts.jsonl"
 STAGE_COLUMN = "verifier_stage"  # as `VerifierReward` logs it
+# What a reader of a run asks for first, in its model card and its report.
+KEY_SETTINGS = (
+    "max_completion_length",
+    "num_segments",
+    "segment_length",
+    "rollout_schedule",
+    "max_inflight_groups",
+    "max_staleness",
+    "importance_mode",
+    "dynamic_sampling",
+    "overlong",
+    "num_generations",
+    "generation_batch_size",
+    "num_iterations",
+    "temperature",
+    "top_p",
+    "top_k",
+    "learning_rate",
+    "lr_scheduler_type",
+    "beta",
+    "epsilon",
+    "epsilon_high",
+    "loss_type",
+    "seed",
+)
 
 
 class RolloutLog:

@@ -327,6 +327,8 @@ def test_the_log_of_a_checkpoint_is_read_where_there_is_no_other(tmp_path):
         ledger = whole_ledger(step)
         (folder / "rollout" / "ledger.json").write_text(json.dumps(ledger))
     (tmp_path / "checkpoint-11").mkdir()  # not whole
+    (tmp_path / "checkpoint-12").mkdir()
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"log_history": [')  # being written
     run = read_run(tmp_path)
     assert run.last_step == 10 and run.ledger[0] == whole_ledger(10)
     assert run.files == ("checkpoint-10/trainer_state.json", "checkpoint-10/rollout/ledger.json")

@@ -224,7 +224,7 @@ def ledger(balance: dict[str, dict[str, int]]) -> dict[str, Any]:
 
 def times(run: Run) -> Chart:
     """Draw the seconds of the steps by phase."""
-    steps, parts = statistics.phase_series(run.history or (), run.description.get("batches_per_step", 1.0))
+    steps, parts = statistics.phase_series(run.history or (), run.batches_per_step)
     figure = None
     if len(steps):
         labels = {

@@ -14,36 +14,12 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from ..diagnostics import Alarms
+from ..records import KEY_SETTINGS
 from . import charts, figures, rollout_charts, statistics
 from .run import Run
 
 MAX_SHOWN_SAMPLES = 16
 MAX_DISAGREEMENTS = 50
-# What a reader asks for first; the others are folded away.
-KEY_SETTINGS = (
-    "max_completion_length",
-    "num_segments",
-    "segment_length",
-    "rollout_schedule",
-    "max_inflight_groups",
-    "max_staleness",
-    "importance_mode",
-    "dmmpts",
-    "dynamic_sampling",
-    "overlong",
-    "num_generations",
-    "generation_batch_size",
-    "num_iterations",
-    "temperature",
-    "learning_rate",
-    "lr_scheduler_type",
-    "beta",
-    "epsilon",
-    "epsilon_high",
-    "loss_type",
-    "use_vllm",
-    "seed",
-)
 _HERE = Path(__file__).parent
 # Characters that would act instead of being seen: control characters, and those that turn the direction of text.
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)}
@@ -88,12 +64,14 @@ def render(run: Run) -> str:
         charts=parts,
         plotted={"charts": plotted, "themes": charts.templates(), "colours": list(charts.COLOURS.values())},
         balance=balance,
-        phases=statistics.phase_seconds(run.history or (), run.description.get("batches_per_step", 1.0)),
+        phases=statistics.phase_seconds(run.history or (), run.batches_per_step),
         lengths=[] if run.rollouts is None else statistics.length_table(run.rollouts),
         stages=stages,
         samples=evenly(run.samples or (), MAX_SHOWN_SAMPLES),
         disagreements=(run.disagreements or ())[-MAX_DISAGREEMENTS:],
-        key_settings={name: run.settings[name] for name in KEY_SETTINGS if name in run.settings},
+        key_settings={
+            name: run.settings[name] for name in (*KEY_SETTINGS, "dmmpts", "use_vllm") if name in run.settings
+        },
         thinning=_thinning(run),
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         script=script,
@@ -134,7 +112,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
             shown.append(
                 {"label": label, "figure": form.format(mean), "remark": "mean of the last third of the steps"}
             )
-    total = sum(statistics.phase_seconds(history, run.description.get("batches_per_step", 1.0)).values())
+    total = sum(statistics.phase_seconds(history, run.batches_per_step).values())
     if total > 0:
         remark = "in training steps, without evaluations"
         shown.append({"label": "Time", "figure": seconds(total), "remark": remark})

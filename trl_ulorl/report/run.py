@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checkpoints import COMMIT_MARK, is_committed
 from ..records import METRICS, ROLLOUTS, RUN, read_lines
 from ..samples import SAMPLES
 
 DISAGREEMENTS = "disagreements.jsonl"
-_TRAINER_STATE = "trainer_state.json"
 OUTCOMES = ("trained", "filtered", "set_aside")
 
 Floats = NDArray[np.float64]
@@ -121,6 +121,11 @@ class Run:
         return settings
 
     @property
+    def batches_per_step(self) -> float:
+        """Generation batches per optimizer step; 1 where it was not recorded."""
+        return float(self.description.get("batches_per_step", 1.0))
+
+    @property
     def last_step(self) -> int | None:
         """The last optimizer step that something was recorded of."""
         steps = [entry["step"] for entry in self.history or ()]
@@ -189,7 +194,7 @@ def read_run(folder: str | Path) -> Run:
     )
     if run.history is None and run.records is None:
         raise NoRunError(
-            f"`{folder}` is not the folder of a run: it has neither `{METRICS}`, `{ROLLOUTS}`, `{_TRAINER_STATE}` nor a "
+            f"`{folder}` is not the folder of a run: it has neither `{METRICS}`, `{ROLLOUTS}`, `{COMMIT_MARK}` nor a "
             "checkpoint. Pass the `output_dir` of a training that has begun."
         )
     return run
@@ -197,7 +202,7 @@ def read_run(folder: str | Path) -> Run:
 
 def _newest_checkpoint(folder: Path) -> str | None:
     steps = [int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))]
-    whole = [step for step in steps if (folder / f"checkpoint-{step}" / _TRAINER_STATE).is_file()]
+    whole = [step for step in steps if is_committed(folder / f"checkpoint-{step}")]
     return f"checkpoint-{max(whole)}" if whole else None
 
 
@@ -205,7 +210,7 @@ def _history(reader: _Reader, checkpoint: str | None) -> History | None:
     history: History | None = reader.lines(METRICS, ("step",))
     if history is not None:
         return history
-    for name in (_TRAINER_STATE, f"{checkpoint}/{_TRAINER_STATE}"):
+    for name in (COMMIT_MARK, f"{checkpoint}/{COMMIT_MARK}"):
         state = reader.json(name)
         if state is not None:
             return list(state.get("log_history", []))
