@@ -10,8 +10,7 @@ Every parent method is wrapped, none is copied. The seams, each guarded by a con
 - `_get_per_token_logps_and_entropies` while `_compute_loss` runs: mask mastered tokens by a zero advantage; while a
   batch is scored: leave out the padding;
 - `training_step`: note where an update ends, and book the batch once its last one is done;
-- `_save_checkpoint`, `_save_rng_state`, `_load_optimizer_and_scheduler`: save and load the rollout's state with a
-  checkpoint, which is whole or not there; `train`: stop and save when a signal asks for it.
+- `train`: stop and save when a signal asks for it; what checkpoints concern is in `resumable`.
 """
 
 from __future__ import annotations
@@ -34,13 +33,12 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.models import unwrap_model_for_generation
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import get_callable_name, get_config_model_id
 
-from . import checkpoints, microbatches, model_card
+from . import microbatches, model_card
 from .checks import (
     check_gathering,
     check_model_limit,
@@ -55,14 +53,13 @@ from .config import DMMPTsConfig, UloRLConfig
 from .diagnostics import Alarms, UpdateSums, masked_advantages
 from .records import ROLLOUTS, RolloutLog
 from .replay import ReplayedReward, replay_logs
-from .rollout.checkpoint import load_rollout, save_rollout
+from .resumable import ResumableTrainer
 from .rollout.collector import CollectorSettings, ExperienceCollector, RolloutStopped
 from .rollout.continuous import ContinuousCollector
 from .rollout.engine import SegmentEngine
 from .rollout.packing import sampling_matrices
 from .rollout.pool import Outcome, Rollout, RolloutGroup
 from .rollout.prompts import PromptStream
-from .rollout.restore import StepPosition
 from .rollout.schedule import ContinuousSchedule, SegmentSchedule
 from .rollout.scoring import RewardScorer, RewardSource
 from .rollout.segmented import SegmentCollector
@@ -104,7 +101,7 @@ def _vllm_factory(args: UloRLConfig) -> Callable[..., VLLMGeneration]:
     return partial(SegmentVLLM, num_sequences=args.sequences_per_engine, seed=args.seed)
 
 
-class UloRLTrainer(GRPOTrainer):
+class UloRLTrainer(ResumableTrainer):
     """Train on ultra-long outputs with segment rollout, POIS or SAIS, DMMPTs and {0, 1} rewards.
 
     Takes the arguments of TRL's `GRPOTrainer`. It changes where training completions come from: groups of rollouts that
@@ -148,18 +145,15 @@ class UloRLTrainer(GRPOTrainer):
         "}\n",
     }
 
-    args: UloRLConfig
     if TYPE_CHECKING:  # wider in the parent than they are here
         max_completion_length: int
         num_generations: int
-        model: PreTrainedModel
         train_dataset: Dataset
         processing_class: PreTrainedTokenizerBase
         reward_processing_classes: list[Any]
         current_gradient_accumulation_steps: int
         pad_to_multiple_of: int | None
         vllm_generation: Any
-        _buffered_inputs: Any
 
     def __init__(
         self,
@@ -224,8 +218,7 @@ class UloRLTrainer(GRPOTrainer):
             self.accelerator.num_processes,
             args.ranks_per_engine,
         )
-        self._saved_step = -1  # the step of the last checkpoint of this run
-        self._sampler_state: dict[str, Tensor] = {}  # to go on from, where a step was stopped while it decoded
+        self._saved_step, self._sampler_state = -1, {}
         check_gathering(
             args,
             num_ranks=self.accelerator.num_processes,
@@ -263,8 +256,7 @@ class UloRLTrainer(GRPOTrainer):
         self._collector = self._build_collector(correctness_index, engine)
         self._correctness_index = correctness_index
         self._has_begun = False
-        self._window_start = 0  # `_step` at the start of the update in progress
-        self._dealt: tuple[int, list[list[tuple[int, int]]]] | None = None  # a window's first `_step`, and its rows
+        self._window_start, self._dealt = 0, None
         self._deals_rows = microbatches.is_additive(
             self.loss_type,
             has_entropy_bonus=self._entropy_bonus_enabled,
@@ -643,136 +635,6 @@ class UloRLTrainer(GRPOTrainer):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         self._last_loaded_step = -1  # other weights at the same step
-
-    # ------------------------------------------------------------------------------------------------------ checkpoints
-
-    @property
-    def _window(self) -> dict[str, int]:
-        """What the micro-batches of a batch depend on."""
-        names = (
-            "per_device_train_batch_size",
-            "steps_per_generation",
-            "num_iterations",
-            "gradient_accumulation_steps",
-        )
-        return {"num_ranks": self._ranks.num_ranks, **{name: getattr(self.args, name) for name in names}}
-
-    def _checkpoint_folder(self) -> str:
-        return str(Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}")
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save as the parent does, so that a checkpoint of the same step is not whole meanwhile; then rotate."""
-        folder = self._checkpoint_folder()
-        if self.args.should_save:
-            checkpoints.withdraw(folder)
-        self.accelerator.wait_for_everyone()
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        self._saved_step = self.state.global_step
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            checkpoints.rotate(self._get_output_dir(trial=trial), limit=limit, newest=folder, best=best)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save the rollout's state on every rank, before `trainer_state.json` marks the checkpoint as whole."""
-        super()._save_rng_state(output_dir)
-        self._save_rollout(output_dir)
-
-    def _save_rollout(self, output_dir: str) -> None:
-        # Inside the window of a batch that feeds several updates the rest of the batch is part of the state.
-        is_inside = self._step % self.args.micro_steps_per_batch != 0
-        position = StepPosition(
-            self.state.global_step,
-            step=self._step if is_inside else 0,
-            log_bytes=self._log_file.num_bytes,
-            buffered=self._buffered_inputs if is_inside else [],
-            sampler=self._sampler_state,
-        )
-        save_rollout(self._collector, output_dir, self._ranks, position, self._window)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the rollout's state too; called on every backend, on every rank."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        position = load_rollout(
-            self._collector,
-            checkpoint,
-            self._ranks,
-            version=self.state.global_step,
-            window=self._window,
-            vocab_size=self.model.config.get_text_config().vocab_size,
-            discards=self.args.resume_rollout == "discard",
-        )
-        self._dealt = None
-        self._step = self._window_start = position.step  # checkpoints are written between updates
-        device = self.accelerator.device
-        self._buffered_inputs = [{k: v.to(device) for k, v in batch.items()} for batch in position.buffered] or None
-        self._sampler_state = position.sampler
-        self._log_file.go_back_to(position.log_bytes)
-        self._samples.go_back_to(self.state.global_step)
-
-    def _newest_checkpoint(self) -> str:
-        """Return the newest whole checkpoint: the main process looks for it."""
-        output_dir, discards = cast(str, self.args.output_dir), self.args.resume_rollout == "discard"
-        found = self._ranks.gather(
-            lambda: checkpoints.newest_whole_checkpoint(output_dir, discards=discards) if self._ranks.is_main else ""
-        )
-        return found[0]
-
-    def _check_committed(self, checkpoint: str) -> None:
-        if Path(checkpoint).is_dir() and not checkpoints.is_committed(checkpoint):
-            raise ValueError(
-                f"{checkpoint} has no whole `{checkpoints.COMMIT_MARK}`: it was not saved to its end. Resume from another "
-                "checkpoint, or pass `resume_from_checkpoint=True` for the newest whole one."
-            )
-
-    # ---------------------------------------------------------------------------------------------- stopping by a signal
-
-    def _most_of(self, number: int) -> int:
-        """Return the largest of all ranks' numbers."""
-        if self._ranks.num_ranks == 1:
-            return number
-        return max(int(payload["number"]) for payload in self._ranks.exchange({"number": number}))
-
-    def _save_stopped_step(self) -> None:
-        """Save in the middle of a rollout step, at the end of a round: the weights are those of the last update."""
-        self._stop.grant(self._most_of(self._stop.signal_number))
-        self._sampler_state = {"cpu": torch.get_rng_state()}
-        if self.accelerator.device.type == "cuda":
-            self._sampler_state["cuda"] = torch.cuda.get_rng_state()
-        if self._saved_step != self.state.global_step:
-            self._save_checkpoint(self.model, None)
-        elif not self.args.save_only_model:
-            # Of the checkpoint of the last update only this folder is replaced, at once: it stays whole whatever happens.
-            self._save_rollout(self._checkpoint_folder())
-
-    def _restore_sampler(self) -> None:
-        """Go on sampling where a stopped step was saved."""
-        state, self._sampler_state = self._sampler_state, {}
-        if "cpu" in state:
-            torch.set_rng_state(state["cpu"])
-        if "cuda" in state and self.accelerator.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"])
-
-    def _exit(self) -> None:
-        number = self._stop.signal_number
-        folder = self._checkpoint_folder()
-        way_on = (
-            "Resume with `trainer.train(resume_from_checkpoint=True)`, on the command line with "
-            f"`--resume_from_checkpoint True`, or with {folder!r} in the place of True."
-        )
-        if self.args.save_only_model:
-            way_on = f"With `save_only_model=True` it can't be resumed: start anew with `model={folder!r}`."
-        message = f"{signal.Signals(number).name} stopped the run at step {self.state.global_step}, saved in {folder}. {way_on}"
-        if self._ranks.is_main:
-            logger.warning(message)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt(message)
-        raise SystemExit(128 + number)
 
     # --------------------------------------------------------------------------------------------------------- records
 
