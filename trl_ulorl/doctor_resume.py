@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from .config import UloRLConfig
 from .data.arithmetic import arithmetic_dataset, embedded_model_path
-from .doctor import Check, Figures
+from .doctor_patient import Check, Figures
 from .rollout.collector import ExperienceCollector
 from .rollout.engine import DecodedSegment, DecodeRequest
 from .trainer import UloRLTrainer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from .planner import BYTES_PER_HELD_TOKEN
 
@@ -82,6 +83,13 @@ class ModelShape:
         active = self.num_active_experts
         routed = active * (8 * self.mlp_size + 4 * self.hidden_size + 34) + _SINGLE * self.num_experts
         return kept + routed + (6 * active + 2) * self.hidden_size
+
+
+def key_value_sizes(text_config: Any) -> tuple[int, int]:
+    """Return key-value heads and the width of a head as a configuration of transformers tells them, or leaves them open."""
+    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    return num_kv_heads, head_size
 
 
 @dataclass(frozen=True, kw_only=True)

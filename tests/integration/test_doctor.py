@@ -12,7 +12,7 @@ import torch
 from conftest import make_model
 from helpers import make_trainer
 
-from trl_ulorl import doctor, doctor_resume
+from trl_ulorl import doctor, doctor_needs, doctor_patient, doctor_resume
 from trl_ulorl.cli import main
 from trl_ulorl.rollout.engine import DecodedSegment, DecodeRequest
 from trl_ulorl.rollout.transformers import TransformersEngine
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def patient(tmp_path):
     trainer = make_trainer(tmp_path, num_segments=4, max_completion_length=32)
-    return doctor.Patient(trainer, num_prompts=16, num_tokens=32)
+    return doctor_patient.Patient(trainer, num_prompts=16, num_tokens=32)
 
 
 class Around(TransformersEngine):
@@ -44,7 +44,7 @@ def break_engine(patient, **changes):
     patient.trainer._collector.engine = Around(patient.trainer._collector.engine, **changes)
 
 
-@pytest.mark.parametrize("check", [*doctor.CHECKS, doctor.measure_entropy], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*doctor.CHECKS, doctor_needs.measure_entropy], ids=lambda check: check.__name__)
 def test_a_sound_run_passes(patient, check):
     before = [value.clone() for value in patient.trainer.model.parameters()]
     found = check(patient)
@@ -60,7 +60,7 @@ def test_an_engine_that_loses_the_last_token_of_a_prefix(patient):
     )
     found = doctor.check_segments(patient)
     assert not found.ok and found.figure["different"] > 0
-    assert found.figure["largest_tie_nats"] > doctor.EXACT.tie
+    assert found.figure["largest_tie_nats"] > doctor_patient.EXACT.tie
     assert "does not continue the prefix" in found.message
 
 
@@ -108,12 +108,12 @@ def test_an_engine_with_old_weights(patient):
     engine._generation_model = lambda: nullcontext(old)
     assert doctor.check_logps(patient).ok
     found = doctor.check_stale_cache(patient)
-    assert not found.ok and found.figure["mean"] > 10 * doctor.EXACT.mean
+    assert not found.ok and found.figure["mean"] > 10 * doctor_patient.EXACT.mean
     assert "old weights" in found.message
 
 
 def test_a_change_of_weights_too_small_to_tell(patient, monkeypatch):
-    monkeypatch.setattr(doctor.Patient, "changed_weights", lambda self: nullcontext())
+    monkeypatch.setattr(doctor_patient.Patient, "changed_weights", lambda self: nullcontext())
     found = doctor.check_stale_cache(patient)
     assert not found.ok and "too little to tell" in found.message
 
@@ -138,7 +138,7 @@ def test_altered_positions(patient, break_it, reason):
 def test_memory_by_hand(patient):
     trainer = patient.trainer
     host = 23 * 2**30
-    found = doctor.check_memory(patient, doctor.Machine(host, device=None))
+    found = doctor_needs.check_memory(patient, doctor_needs.Machine(host, device=None))
     assert found.ok
     # 4 batches of 2 groups in flight and one in training, 4 rollouts each of 32 tokens at 8 bytes
     assert found.figure["pools_gib"] == (8 + 2) * 4 * 32 * 8 / 2**30
@@ -148,13 +148,13 @@ def test_memory_by_hand(patient):
     assert found.figure["weights_gib"] == numbers * 4 / 2**30
     assert found.figure["gradients_and_optimizer_gib"] == numbers * 12 / 2**30
     needed = found.figure["host_needed_gib"] * 2**30
-    assert doctor.check_memory(patient, doctor.Machine(int(needed), device=None)).ok
-    short = doctor.check_memory(patient, doctor.Machine(int(needed) - 1, device=None))
+    assert doctor_needs.check_memory(patient, doctor_needs.Machine(int(needed), device=None)).ok
+    short = doctor_needs.check_memory(patient, doctor_needs.Machine(int(needed) - 1, device=None))
     assert not short.ok and "Lower `decode_batch_size`" in short.message
     # Two processes have twice as many groups in flight; the batch is twice as large, and each holds it.
-    two = doctor.check_memory(patient, doctor.Machine(host, device=None), num_processes=2)
+    two = doctor_needs.check_memory(patient, doctor_needs.Machine(host, device=None), num_processes=2)
     assert two.figure["pools_gib"] == (8 * 2 + 2 * 4) * 4 * 32 * 8 / 2**30
-    small_device = doctor.check_memory(patient, doctor.Machine(host, device=1000))
+    small_device = doctor_needs.check_memory(patient, doctor_needs.Machine(host, device=1000))
     assert not small_device.ok and "The device needs" in small_device.message
 
 
@@ -182,11 +182,11 @@ def test_a_checkpoint_that_the_disk_has_changed(tmp_path, monkeypatch):
 
 
 def test_proposals():
-    assert doctor.proposed_sigma(np.array([0.24, 0.20, 0.14])) == 0.19
-    assert doctor.proposed_tau(np.log([0.995] * 80 + [0.3] * 20)) == 0.99
-    assert doctor.proposed_tau(np.log([0.985] * 30 + [0.3] * 70)) == 0.98
-    assert doctor.proposed_tau(np.log([0.3] * 100)) == 0.9
-    assert doctor.proposed_tau(np.log([0.9999999] * 100)) == 0.9999
+    assert doctor_needs.proposed_sigma(np.array([0.24, 0.20, 0.14])) == 0.19
+    assert doctor_needs.proposed_tau(np.log([0.995] * 80 + [0.3] * 20)) == 0.99
+    assert doctor_needs.proposed_tau(np.log([0.985] * 30 + [0.3] * 70)) == 0.98
+    assert doctor_needs.proposed_tau(np.log([0.3] * 100)) == 0.9
+    assert doctor_needs.proposed_tau(np.log([0.9999999] * 100)) == 0.9999
 
 
 # ------------------------------------------------------------------------------------------------------ command line
@@ -217,9 +217,9 @@ def raising(patient):
 
 
 def test_a_failing_check_is_exit_code_1(monkeypatch, capsys):
-    broken = doctor.Check("cap_holds", False, {"faults": 3}, "mend the engine")
+    broken = doctor_patient.Check("cap_holds", False, {"faults": 3}, "mend the engine")
     monkeypatch.setattr(doctor, "CHECKS", (lambda patient: broken, raising))
-    sound = doctor.Check("resume_keeps_pools", True, {"parts_that_differ": 0}, "came back")
+    sound = doctor_patient.Check("resume_keeps_pools", True, {"parts_that_differ": 0}, "came back")
     monkeypatch.setattr(doctor_resume, "check_resume", lambda *args, **kwargs: sound)
     config = str(ROOT / "examples" / "configs" / "demo.yaml")
     sized = ["--config", config, "--problems", "4", "--tokens", "32", "--per_device_train_batch_size", "16"]

@@ -3,7 +3,7 @@
 import pytest
 from vllm_helpers import make_trainer, needs_vllm
 
-from trl_ulorl import doctor
+from trl_ulorl import doctor, doctor_patient
 
 pytestmark = needs_vllm
 
@@ -16,7 +16,7 @@ def trainer(tmp_path_factory):
 
 
 def patient_of(trainer):
-    return doctor.Patient(trainer, num_prompts=16, num_tokens=64)
+    return doctor_patient.Patient(trainer, num_prompts=16, num_tokens=64)
 
 
 @pytest.mark.parametrize("check", doctor.CHECKS, ids=lambda check: check.__name__)
@@ -28,7 +28,7 @@ def test_a_sound_engine_passes(trainer, check):
 def test_an_engine_that_keeps_old_keys_and_values(trainer, monkeypatch):
     monkeypatch.setattr(trainer.vllm_generation.llm, "reset_prefix_cache", lambda: True)
     found = doctor.check_stale_cache(patient_of(trainer))
-    assert not found.ok and found.figure["mean"] > 10 * doctor.EXACT.mean
+    assert not found.ok and found.figure["mean"] > 10 * doctor_patient.EXACT.mean
 
 
 @pytest.mark.xfail(
@@ -38,4 +38,4 @@ def test_an_engine_that_keeps_old_weights(trainer, monkeypatch):
     assert trainer.vllm_generation.llm.reset_prefix_cache()
     monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: None)
     found = doctor.check_stale_cache(patient_of(trainer))
-    assert not found.ok and found.figure["mean"] > 10 * doctor.EXACT.mean
+    assert not found.ok and found.figure["mean"] > 10 * doctor_patient.EXACT.mean

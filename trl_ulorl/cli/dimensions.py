@@ -121,7 +121,7 @@ def model_shape(config: Any, model_args: Any) -> tuple[ModelShape, int | None]:
     from transformers import AutoModelForCausalLM
     from trl import get_peft_config
 
-    from ..memory import ModelShape
+    from ..memory import ModelShape, key_value_sizes
 
     with torch.device("meta"):
         model = cast(Any, AutoModelForCausalLM).from_config(config)
@@ -134,13 +134,14 @@ def model_shape(config: Any, model_args: Any) -> tuple[ModelShape, int | None]:
         )
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
     expert_size = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    num_kv_heads, head_size = key_value_sizes(text)
     shape = ModelShape(
         num_parameters=_count(model),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         num_heads=text.num_attention_heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
         mlp_size=expert_size if num_experts else text.intermediate_size,
         vocab_size=text.vocab_size,
         layer_parameters=max(_count(layer) for layer in layers),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from .inputs import add_engine, count
 
 if TYPE_CHECKING:
-    from ..doctor import Check
+    from ..doctor_patient import Check
     from ..trainer import UloRLTrainer
     from .train import ScriptArguments
 
@@ -175,16 +175,16 @@ def _prompts(data: ScriptArguments, num_rows: int, *, is_chat: bool) -> Any:
 
 
 def _examined(trainer: UloRLTrainer, options: argparse.Namespace) -> Iterator[Check]:
-    from .. import doctor
+    from .. import doctor, doctor_needs, doctor_patient
     from ..doctor_resume import check_resume
 
-    patient = doctor.Patient(trainer, num_prompts=options.problems, num_tokens=options.tokens)
+    patient = doctor_patient.Patient(trainer, num_prompts=options.problems, num_tokens=options.tokens)
     sizes = {"num_segments": trainer.args.num_segments, "num_generations": trainer.args.num_generations}
     checks: list[Callable[[], Check]] = [
         *(partial(check, patient) for check in doctor.CHECKS),
         partial(check_resume, Path(cast(str, trainer.args.output_dir)), **sizes),
-        partial(doctor.check_memory, patient, doctor.Machine.here(), options.processes),
-        partial(doctor.measure_entropy, patient),
+        partial(doctor_needs.check_memory, patient, doctor_needs.Machine.here(), options.processes),
+        partial(doctor_needs.measure_entropy, patient),
     ]
     for check in checks:
         started = time.perf_counter()
@@ -193,7 +193,9 @@ def _examined(trainer: UloRLTrainer, options: argparse.Namespace) -> Iterator[Ch
             yield check()
         except Exception as error:  # a check that can't be made has failed; the others still tell more
             logger.exception("%s", name)
-            yield doctor.Check(name, False, {"error": type(error).__name__}, f"{type(error).__name__}: {error}")
+            yield doctor_patient.Check(
+                name, False, {"error": type(error).__name__}, f"{type(error).__name__}: {error}"
+            )
         sys.stderr.write(f"{name}: {time.perf_counter() - started:.0f} s\n")
 
 
