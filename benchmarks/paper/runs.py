@@ -211,6 +211,8 @@ def ages(log: Path) -> dict[str, Any]:
         have if the group did not wait in the pool; the tokens of last segments by the number of segments of their
         rollout, `of_segments`, with those of age 0, `of_segments_on_policy`; and `rollouts` by their number of segments.
     """
+    from trl_ulorl.records import read_lines
+
     counts: dict[str, Counter[int]] = {
         name: Counter()
         for name in (
@@ -222,9 +224,7 @@ def ages(log: Path) -> dict[str, Any]:
             "rollouts",
         )
     }
-    with log.open(encoding="utf-8") as file:
-        groups = [json.loads(line) for line in file]
-    for group in groups:
+    for group in read_lines(log):
         if group["outcome"] != "trained":
             continue
         # The policy that its update started from: it leaves the pools when the update is done.

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import runs
 
+from trl_ulorl.cli.inputs import count
+
 FIGURES = runs.ROOT / "outputs" / "paper"
 SEEDS = 3
 
@@ -87,10 +89,10 @@ def options(
 ) -> argparse.Namespace:
     """Parse the options that every script has, and those that `add` adds; without any it makes the documented figure."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=_count, help="optimizer steps of every run (default: the figure's own)")
-    parser.add_argument("--seeds", type=_count, default=SEEDS, help=f"runs of every arm (default: {SEEDS})")
-    parser.add_argument("--problems", type=_count, help="held-out problems (default: the demo's 256)")
-    parser.add_argument("--jobs", type=_count, default=2, help="runs at once, one thread each (default: 2)")
+    parser.add_argument("--steps", type=count, help="optimizer steps of every run (default: the figure's own)")
+    parser.add_argument("--seeds", type=count, default=SEEDS, help=f"runs of every arm (default: {SEEDS})")
+    parser.add_argument("--problems", type=count, help="held-out problems (default: the demo's 256)")
+    parser.add_argument("--jobs", type=count, default=2, help="runs at once, one thread each (default: 2)")
     parser.add_argument(
         "--output", type=Path, default=FIGURES, help="folder for JSON and PNG (default: outputs/paper)"
     )
@@ -99,13 +101,6 @@ def options(
     if chosen.seeds > len(_T) + 1:
         parser.error(f"--seeds ({chosen.seeds}) must be at most {len(_T) + 1}: the interval is tabulated up to there")
     return chosen
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 def make_runs(arms: Sequence[Arm], chosen: argparse.Namespace) -> dict[str, list[Run]]:
