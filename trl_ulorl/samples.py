@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .records import STAGE_COLUMN, reward_values, write_json
+from .records import STAGE_COLUMN, reward_values, write_text
 from .rollout.pool import Int32Array, Outcome, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ class SampleLog:
         if len(self._samples) > MAX_SAMPLES:
             self._samples = self._samples[::2]
             self._every *= 2
-        write_json(self._path, {"every": self._every, "samples": self._samples})
+        # Without indents, which would take ten times as long, each time that a sample is added.
+        write_text(self._path, json.dumps({"every": self._every, "samples": self._samples}) + "\n")
 
     def go_back_to(self, version: int) -> None:
         """Take up the file, without the groups that training from this version on will train on again."""

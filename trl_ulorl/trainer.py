@@ -32,6 +32,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.models import unwrap_model_for_generation
@@ -68,7 +69,7 @@ from .rollout.transformers import TransformersEngine, step_hook_disabled, unshar
 from .rollout.vllm import ColocatedEngine, SegmentVLLM, replaced_vllm_generation
 from .rollout.vllm_client import ServedEngine
 from .rollout.vllm_server import ServedVLLM
-from .rows import PromptRows
+from .rows import EmptyRows, PromptRows
 from .run_record import RunRecord, installed_versions, public_settings
 from .samples import SAMPLES, SampleLog
 from .stop import StopCallback, StopRequest
@@ -213,7 +214,9 @@ class UloRLTrainer(ResumableTrainer):
         if args.graceful_stop:
             self.add_callback(StopCallback(self._stop, self._most_of))
         self._ranks = Ranks(
-            lambda payload: gather_object([payload]),
+            (lambda payload: gather_object([payload]))
+            if self.accelerator.num_processes > 1
+            else lambda payload: [payload],
             self.accelerator.process_index,
             self.accelerator.num_processes,
             args.ranks_per_engine,
@@ -398,6 +401,14 @@ class UloRLTrainer(ResumableTrainer):
         return nullcontext()
 
     # ----------------------------------------------------------------------------------------------- the parent's seams
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the parent's dataloader over rows without content: it counts the steps, and the rollout reads prompts."""
+        dataset, self.train_dataset = self.train_dataset, EmptyRows(len(self.train_dataset))
+        try:
+            return cast(DataLoader[Any], super().get_train_dataloader())
+        finally:
+            self.train_dataset = dataset
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:

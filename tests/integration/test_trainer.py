@@ -76,6 +76,16 @@ def test_wrapped_methods_have_the_signatures_that_the_seams_rely_on():
     assert set(ours) == set(theirs)
 
 
+@pytest.mark.parametrize("overrides", [{}, {"remove_unused_columns": True}, {"num_iterations": 2}])
+def test_the_dataloader_drives_as_many_steps_as_the_parents_and_reads_no_row(tmp_path, overrides):
+    trainer = make_trainer(tmp_path, **overrides)
+    dataset = trainer.train_dataset
+    loader, parents = trainer.get_train_dataloader(), GRPOTrainer.get_train_dataloader(trainer)
+    assert trainer.train_dataset is dataset
+    assert [len(batch) for batch in loader] == [len(batch) for batch in parents]
+    assert all(row == {} for batch in loader for row in batch)
+
+
 def test_a_loss_that_bypasses_the_tap_is_an_error(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, engine=PreparedEngine(16))
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda self, model, inputs: torch.zeros((), requires_grad=True))

@@ -342,9 +342,8 @@ class ExperienceCollector(ABC):
         rollout.extend(segment, finish)
         self._decoded_tokens += len(segment)
         if rollout.is_finished and self._speaks:
-            item = self._render(group, rollout)
             started = time.perf_counter()
-            self.scorer.submit(item)  # which may let the reward thread run at once
+            self.scorer.submit(self._render(group, rollout))  # which may let the reward thread run at once
             self.report.score_seconds += time.perf_counter() - started
 
     # ------------------------------------------------------------------------------------------- sorting what is done

@@ -35,7 +35,7 @@ class StepReport:
     Args:
         num_rounds: Rounds that it took.
         decode_seconds: Spent decoding.
-        score_seconds: Waited for rewards after decoding.
+        score_seconds: Spent on texts for reward functions, and waited for rewards after decoding.
         exchange_seconds: Spent exchanging complete groups, waiting for slower ranks included.
         bookkeeping_seconds: Spent on pools, schedule and exchange: neither decoding nor waiting for rewards.
         decoded_tokens: New tokens.

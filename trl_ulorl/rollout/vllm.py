@@ -121,7 +121,7 @@ class SegmentVLLM(VLLMGeneration):
     def awake(self) -> Iterator[None]:
         """Have vLLM ready to decode: ranks that share an engine in step, its memory mapped, the policy's weights in it."""
         self._align_generators()
-        if is_peft_model(self.model) and self.tensor_parallel_size > 1 and self.accelerator.device.type == "cuda":
+        if self.tensor_parallel_size > 1 and self.accelerator.device.type == "cuda" and is_peft_model(self.model):
             # As in the parent's `generate`: NCCL may hang otherwise, https://github.com/huggingface/trl/issues/3671
             torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
         if not self.enable_sleep_mode:
