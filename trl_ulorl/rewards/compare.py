@@ -4,7 +4,7 @@ A verdict that rests on both sides having been read is certain; where a side is 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -93,20 +93,37 @@ def same_item(left: Item, right: Item) -> bool:
         )
     for one, other in ((left, right), (right, left)):
         if isinstance(one, Named) and not isinstance(other, Named | Relation):
-            return same_item(one.value, other)
+            return _names_fit(one.name, other) and same_item(one.value, other)
     if isinstance(left, Named | Relation) or isinstance(right, Named | Relation):
         return _same_relation(left, right)
     return _same_value(left, right)
 
 
+def _names_fit(name: str, other: Item) -> bool:
+    """Whether what a list says is said of one variable: x = 1, 2 is x_1 = 1, x_2 = 2, and not x = 1, y = 2."""
+    items = other.items if isinstance(other, Sequence) and other.kind == "list" else ()
+    root = name.partition("_")[0]
+    return all(_same_name(root, item.name.partition("_")[0]) for item in items if isinstance(item, Named))
+
+
 def _simple(item: Item) -> Item:
-    """A set or list of one is that one."""
+    """A set or list of one is that one, but for a set of a set."""
     while isinstance(item, Sequence) and item.kind in ("list", "set", "union"):
         items = _distinct(item.items) if item.kind == "set" else item.items
-        if len(items) != 1:
+        if len(items) != 1 or (item.kind == "set" and _is_set(items[0])):
             break
         item = items[0]
     return item
+
+
+def _is_set(item: Item) -> bool:
+    is_empty = isinstance(item, Scalar | Text) and item.text == r"\emptyset"
+    return is_empty or (isinstance(item, Sequence) and item.kind == "set")
+
+
+def _same_member(left: Item, right: Item) -> bool:
+    """Whether two members of a set are equal, in which {1} is not 1."""
+    return _is_set(left) == _is_set(right) and same_item(left, right)
 
 
 def _same_value(left: Item, right: Item) -> bool:
@@ -178,6 +195,11 @@ def _same_sequence(left: Item, right: Item) -> bool:
             return False
     if {*kinds} in ({"tuple", "set"}, {"tuple", "union"}, {"set", "union"}, {"bracket", "set"}, {"bracket", "tuple"}):
         return False
+    if kinds[0] != kinds[1] and "common" in kinds:
+        return False  # nothing is in all of the one
+    joints = [item.joints for item in (left, right) if isinstance(item, Sequence) and item.joints]
+    if len(joints) > 1 and joints[0] != joints[1]:
+        return False
     is_ordered = (
         "tuple" in kinds
         or "bracket" in kinds
@@ -189,7 +211,7 @@ def _same_sequence(left: Item, right: Item) -> bool:
         items = [_merged(members) for members in items]
     elif "set" in kinds or "union" in kinds:
         items = [_distinct(members) for members in items]
-    return _same_in_any_order(*items)
+    return _same_in_any_order(*items, same=_same_member if kinds == ["set", "set"] else same_item)
 
 
 def _merged(items: tuple[Item, ...]) -> tuple[Item, ...]:
@@ -227,14 +249,14 @@ def _distinct(items: tuple[Item, ...]) -> tuple[Item, ...]:
     return tuple(kept)
 
 
-def _same_in_any_order(left: tuple[Item, ...], right: tuple[Item, ...]) -> bool:
+def _same_in_any_order(left: tuple[Item, ...], right: tuple[Item, ...], *, same: Callable[[Item, Item], bool]) -> bool:
     """Match the items one to one; being equal is transitive, so the first match will do."""
     if len(left) != len(right):
         return False
     rest = list(right)
     for item in left:
         for place, other in enumerate(rest):
-            if same_item(item, other):
+            if same(item, other):
                 del rest[place]
                 break
         else:

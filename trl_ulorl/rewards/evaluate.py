@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from .errors import Refused
 from .formula import Node, contains, symbols
-from .values import Undefined, exact_value, mp, probe_value, to_float, value_at
+from .values import TooLarge, Undefined, exact_value, mp, probe_value, to_float, value_at
 
 _DIGITS, _MORE_DIGITS, _MOST_DIGITS = 40, 130, 500
 _NUM_PROBES = 4
 _MIN_AGREEING = 2
+_FAR = 10**7
 
 
 class _Value(NamedTuple):
@@ -105,8 +106,35 @@ def _same_at_probes(left: Node, right: Node) -> bool:
                 return False
             agreeing += same is True
         if agreeing >= _MIN_AGREEING:
-            return True
+            return not (_is_piecewise(left) or _is_piecewise(right)) or not _differs_far_out(left, right, names)
     raise Refused("defined at too few points")
+
+
+_PIECEWISE = frozenset("abs max min floor ceil sgn".split())
+
+
+def _is_piecewise(node: Node) -> bool:
+    """Whether a formula may follow another rule elsewhere: |x - 1000| is 1000 - x at all small x only."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        is_root = node.kind == "pow" and node.children[1].kind == "div" and bool(symbols(node.children[0]))
+        if is_root or (node.kind == "call" and node.name in _PIECEWISE):
+            return True
+        stack.extend(node.children)
+    return False
+
+
+def _differs_far_out(left: Node, right: Node, names: list[str]) -> bool:
+    """Whether values differ at large numbers of either sign, as far as they can be told."""
+    for probe in range(_NUM_PROBES):
+        point = {name: probe_value(name, probe, "rational") * _FAR for name in names}
+        try:
+            if _same_at(left, right, point, is_complex=False) is False:
+                return True
+        except TooLarge:
+            continue
+    return False
 
 
 def _same_at(left: Node, right: Node, point: Mapping[str, Fraction], *, is_complex: bool) -> bool | None:

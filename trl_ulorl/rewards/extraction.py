@@ -28,7 +28,7 @@ _MARKER = re.compile(
         |"(?:final_?)?answer"\s*:\s*""",
     re.IGNORECASE | re.VERBOSE,
 )
-_SENTENCE_END = re.compile(r"\n|[。；]|[.?](?=\s|$)|,?\s(?:because|since|as|which)\s|,?因为")
+_SENTENCE_END = re.compile(r"\n|[。；？]|[.?](?=\s|$)|,?\s(?:because|since|as|which)\s|,?因为")
 _JSON_VALUE = re.compile(r'"((?:[^"\\\n]|\\.){1,1000})"|([^\s,}]{1,1000})')
 # "**Answer: D**" on a line of its own, at the very end.
 _CLOSING_LINE = re.compile(
@@ -154,7 +154,10 @@ def _phrase(text: str) -> str | None:
     if last[0].startswith('"'):
         value = _JSON_VALUE.match(rest)
         return (value[1] or value[2]).strip() or None if value else None
-    return _clean_phrase(_SENTENCE_END.split(rest, maxsplit=1)[0])
+    end = _SENTENCE_END.search(rest)
+    if end and end[0] in "?？":
+        return None  # "The answer is 5?" asks
+    return _clean_phrase(rest[: end.start()] if end else rest)
 
 
 def _clean_phrase(phrase: str) -> str | None:

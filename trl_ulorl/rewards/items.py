@@ -41,13 +41,15 @@ class Sequence:
 
     Attributes:
         items: In the order written.
-        kind: `list` without brackets, `tuple`, `set`, or `union` of sets.
+        kind: `list` without brackets, `tuple`, `set`, `union` of sets, or `common` for sets that share nothing.
         is_ordered: Whether the order of a list counts.
+        joints: Which of "and" and "or" join statements: "x = 1 or y = 2" is not "x = 1 and y = 2".
     """
 
     items: tuple["Item", ...]
     kind: str
     is_ordered: bool = False
+    joints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

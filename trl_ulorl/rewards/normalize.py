@@ -193,6 +193,8 @@ _LAYOUT = _patterns(
     (rf"{_BEFORE}小于{_AFTER}", "<"),
     (r"\\(?:varnothing|O)(?![A-Za-z])", r"\\emptyset"),
     (r"\\(?:dots|cdots|ldots|dotsc|dotsb)(?![A-Za-z])|\.\.\.|…", r"\\ldots "),
+    (r"\\lnot(?![A-Za-z])", r"\\neg"),
+    (r"\\overrightarrow(?![A-Za-z])", r"\\vec"),
     (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
     (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
     (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),

@@ -9,8 +9,9 @@ from fractions import Fraction
 from itertools import pairwise
 
 from .formula import MAX_CHARACTERS, Node, Unreadable, Unsupported, read_formula
-from .items import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, is_below, solved
+from .items import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text
 from .numbers import Number, read_plain
+from .regions import joined_region
 from .values import exact_value
 
 _MAX_ITEMS = 500
@@ -134,7 +135,10 @@ _RELATION_SIGN = re.compile(
 _COMMA = re.compile(
     r"[,;]|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|\\(?:lor|vee|land|wedge|text|quad)(?![A-Za-z])|[或和且与]"
 )
-_OR = re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])|\\(?:lor|vee)|或")
+_OR = re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])|或")
+# Without 和 and 与, which join lists
+_AND = re.compile(r"(?<![A-Za-z\\])and(?![A-Za-z])|\\(?:land|wedge)(?![A-Za-z])|且")
+_LOGICAL = re.compile(r"\\(?:lor|vee|land|wedge)(?![A-Za-z])")
 _THOUSANDS = re.compile(r"(?:[^,=]*=)?[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _ORDERED = re.compile(r"[A-Za-z]{3,}|\\ldots|[\u3400-\u9fff]")
 _FUNCTION_WORDS = re.compile(r"\\[A-Za-z]+|(?:arc)?(?:sin|cos|tan)h?|exp|log|sqrt|max|min|gcd|lcm|sec|csc|cot")
@@ -150,14 +154,15 @@ def _implication(text: str, depth: int) -> Item | None:
 
 def _joined(text: str, depth: int) -> Item | None:
     """Items joined by commas, semicolons, "or" and "and"."""
-    joints = _top_level(text, _COMMA)
-    if not joints or _THOUSANDS.fullmatch(text) or len(joints) > _MAX_ITEMS:
+    signs = _top_level(text, _COMMA)
+    if not signs or _THOUSANDS.fullmatch(text) or len(signs) > _MAX_ITEMS:
         return None
-    pieces = [piece for piece in _pieces(text, joints) if piece]
+    pieces = [piece for piece in _pieces(text, signs) if piece]
     if len(pieces) < 2:
         return read_structure(pieces[0], depth=depth + 1) if pieces else None
     items = [read_structure(piece, depth=depth + 1) for piece in pieces]
-    region = _region(items, is_union=bool(_top_level(text, _OR)))
+    joints = tuple(dict.fromkeys(joint for match in signs if (joint := _joint(match[0]))))
+    region = joined_region(items, "or" if "or" in joints else "".join(joints))
     if region is not None:
         return region
     first = items[0]
@@ -168,7 +173,13 @@ def _joined(text: str, depth: int) -> Item | None:
     ):
         return Named(first.name, Sequence(tuple(item.value for item in items if isinstance(item, Named)), "list"))
     is_ordered = bool(_ORDERED.search(_FUNCTION_WORDS.sub("", text))) or r"\ldots" in text
-    return Sequence(tuple(items), "list", is_ordered=is_ordered)
+    if not _LOGICAL.search(text) and not any(isinstance(item, Named | Relation) for item in items):
+        joints = ()  # the solutions 1 and 2 are 1 or 2
+    return Sequence(tuple(items), "list", is_ordered=is_ordered or len(joints) > 1, joints=joints)
+
+
+def _joint(sign: str) -> str:
+    return "or" if _OR.fullmatch(sign) else "and" if _AND.fullmatch(sign) else ""
 
 
 _MATRIX = re.compile(
@@ -339,7 +350,22 @@ def _bracketed(text: str, depth: int) -> Item | None:
     return Sequence(tuple(read_structure(piece, depth=depth + 1) for piece in pieces), "tuple")
 
 
+_DATE = re.compile(r"([12]\d{3})([-/])(\d{1,2})\2(\d{1,2})|(\d{1,2})([-/])(\d{1,2})\6([12]\d{3})", re.ASCII)
+
+
+def _date(text: str) -> Text | None:
+    """A date in digits, which is no difference or quotient: 2024-01-05 is not 2018."""
+    match = _DATE.fullmatch(text)
+    if match is None:
+        return None
+    fields = [int(field) for field in match.group(1, 3, 4, 5, 7, 8) if field]
+    return Text("-".join(map(str, fields))) if max(sorted(fields)[:2]) <= 31 else None
+
+
 def _scalar(text: str) -> Item:
+    date = _date(text)
+    if date is not None:
+        return date
     number = read_plain(text)
     if number is not None:
         value = number.value / 100 if number.percent else number.value
@@ -350,22 +376,3 @@ def _scalar(text: str) -> Item:
         return Text(text, needs_algebra=True)
     except Unreadable:
         return Text(text)
-
-
-def _region(items: list[Item], *, is_union: bool) -> Item | None:
-    """Inequalities in one variable, joined: a union by "or", else what they have in common."""
-    if not all(isinstance(item, Relation) for item in items):
-        return None
-    parts = [solved(item) for item in items]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or len({name for name, _ in known}) > 1:
-        return None
-    intervals = [region for _, region in known if isinstance(region, Interval)]
-    name = known[0][0]
-    if not is_union and len(intervals) == len(known) == 2:
-        bounded_below = [part for part in intervals if part.low is not None and part.high is None]
-        bounded_above = [part for part in intervals if part.high is not None and part.low is None]
-        if len(bounded_below) == len(bounded_above) == 1 and is_below(bounded_below[0].low, bounded_above[0].high):
-            below, above = bounded_below[0], bounded_above[0]
-            return Named(name, Interval(below.low, above.high, (below.is_open[0], above.is_open[1])))
-    return Named(name, Sequence(tuple(region for _, region in known), "union"))
