@@ -78,6 +78,7 @@ _INVERSES = {
     "tanh": "artanh",
 }
 _MANY_ARGUMENTS = frozenset(("max", "min", "gcd", "lcm", "binom", "log"))
+_COMPARING = frozenset(("max", "min", "gcd", "lcm"))
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "infinity", "inf": "infinity", "e": "e", "i": "i"}
 _APPLICABLE = frozenset("f g h F G H W P Q Γ Phi phi psi Psi zeta Gamma varphi".split())
 _LETTERS = re.compile(
@@ -385,6 +386,8 @@ class _Reader:
         if name == "cbrt":
             return Node("pow", (self.argument(), Node("div", (_number(1), _number(3)))))
         arguments = self.function_arguments(name)
+        if name in _COMPARING and len(arguments) == 1:
+            raise Unreadable(f"{name} of one value")  # "max 5, min 2" are labels
         if exponent == Node("neg", (_number(1),)) and name in _INVERSES:
             name, exponent = _INVERSES[name], None
         if base is not None:
