@@ -30,7 +30,7 @@ def newest_whole_checkpoint(output_dir: str | Path, *, discards: bool) -> str:
         discards: Whether the rollout's state in it may be missing or damaged.
 
     Raises:
-        ValueError: If there is none, or the newest one is of another format.
+        StateError: If there is none, or the newest one is of another format.
     """
     skipped: list[str] = []
     for checkpoint in reversed(_sorted(output_dir)):
@@ -49,7 +49,7 @@ def newest_whole_checkpoint(output_dir: str | Path, *, discards: bool) -> str:
         if skipped:
             logger.warning("Resuming from %s, the newest whole checkpoint.", checkpoint)
         return checkpoint
-    raise ValueError(
+    raise StateError(
         f"`resume_from_checkpoint=True`, but {output_dir} has no whole checkpoint. "
         + (" ".join(skipped) or "It has no `checkpoint-<step>` folder at all: start without it.")
     )

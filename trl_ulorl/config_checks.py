@@ -93,6 +93,27 @@ def explain_batch_size(config: UloRLConfig, error: ValueError) -> None:
         ) from error
 
 
+def check_optimizer(config: UloRLConfig) -> None:
+    """Refuse what the optimizer would only when training begins, and a run whose length is not what it seems."""
+    for name, most, reason in (
+        ("learning_rate", math.inf, "the step along the gradient"),
+        ("weight_decay", math.inf, "the pull towards zero"),
+        ("max_grad_norm", math.inf, "the largest norm of a gradient; 0 is no limit"),
+        ("adam_beta1", 1.0, "the share of the last mean"),
+        ("adam_beta2", 1.0, "the share of the last mean"),
+        ("adam_epsilon", math.inf, "what is added to a root"),
+    ):
+        value = getattr(config, name)
+        if isinstance(value, int | float) and not 0 <= value < most:
+            bounds = "finite and not negative" if most == math.inf else f"in [0, {most:g})"
+            raise ValueError(f"`{name}` ({value!r}) must be {bounds}: it is {reason}. Correct it, or leave it out.")
+    if config.max_steps == 0 or config.max_steps < -1:
+        raise ValueError(
+            f"`max_steps` ({config.max_steps}) would be taken for no limit, and `num_train_epochs` "
+            f"({config.num_train_epochs}) be trained. Pass a positive number, or leave it out for that."
+        )
+
+
 def check_choices(config: UloRLConfig) -> None:
     """Refuse unknown names."""
     for name, choices in {

@@ -22,7 +22,7 @@ from .records import RolloutLog
 from .rollout.checkpoint import load_rollout, save_rollout
 from .rollout.collector import ExperienceCollector
 from .rollout.restore import StepPosition
-from .rollout.state import Ranks
+from .rollout.state import Ranks, StateError
 from .samples import SampleLog
 from .stop import StopRequest
 
@@ -126,8 +126,13 @@ class ResumableTrainer(GRPOTrainer):
         return found[0]
 
     def _check_committed(self, checkpoint: str) -> None:
-        if Path(checkpoint).is_dir() and not checkpoints.is_committed(checkpoint):
-            raise ValueError(
+        if not Path(checkpoint).is_dir():
+            raise StateError(
+                f"There is no folder {checkpoint!r} to resume from. Pass that of a checkpoint, or "
+                "`resume_from_checkpoint=True` for the newest whole one."
+            )
+        if not checkpoints.is_committed(checkpoint):
+            raise StateError(
                 f"{checkpoint} has no whole `{checkpoints.COMMIT_MARK}`: it was not saved to its end. Resume from another "
                 "checkpoint, or pass `resume_from_checkpoint=True` for the newest whole one."
             )

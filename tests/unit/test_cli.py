@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -252,7 +253,24 @@ def test_docs_name_no_option_that_does_not_exist():
     ("arguments", "remedy"),
     [
         ([], "Pass `--config FILE.yaml`"),
-        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--config", "missing.yaml"], "There is no file 'missing.yaml'"),
+        (["--config=broken.yaml"], "'broken.yaml' is no YAML"),
+        (["--config", "list.yaml"], "'list.yaml' holds a list"),
+        (["--model_name_or_path", "./missing", "--output_dir", "o"], "There is no folder './missing'"),
+        (["--model_name_or_path", "weightless", "--output_dir", "o"], "'weightless' holds no weights"),
+        (["--model_name_or_path", "empty", "--output_dir", "o"], "'empty' holds no model"),
+        (["--model_name_or_path", "MODEL", "--output_dir", "rows.jsonl"], "`output_dir` ('rows.jsonl')"),
+        (["--model_name_or_path", "MODEL", "--output_dir", "o", "--learning_rate", "-1"], "`learning_rate` (-1.0)"),
+        (["--model_name_or_path", "MODEL", "--output_dir", "o", "--max_steps", "0"], "`max_steps` (0)"),
+        (
+            ["--model_name_or_path", "MODEL", "--output_dir", "o", "--resume_from_checkpoint", "true"],
+            "start without it",
+        ),
+        (["--model_name_or_path", "MODEL", "--output_dir", "o", "--resume_from_checkpoint", "empty"], "to its end"),
+        (
+            ["--model_name_or_path", "MODEL", "--output_dir", "o", "--resume_from_checkpoint", "absent"],
+            "There is no folder 'absent'",
+        ),
         (
             ["--model_name_or_path", "embedded", "--output_dir", "o", "--engine", "vllm", "--use_vllm", "false"],
             "contradicts",
@@ -269,10 +287,16 @@ def test_docs_name_no_option_that_does_not_exist():
 )
 def test_train_explains_bad_input(arguments, remedy, tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text('{"text": "1+1="}\n')
+    (tmp_path / "broken.yaml").write_text("output_dir: [unclosed\n")
+    (tmp_path / "list.yaml").write_text("- output_dir\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weightless").mkdir()
+    for file in Path(embedded_model_path()).glob("*.json*"):
+        shutil.copy(file, tmp_path / "weightless")
     monkeypatch.chdir(tmp_path)
-    common = ["--bf16", "false"] if arguments else []
+    common = ["--bf16", "false", "--report_to", "none", "--eval_problems", "0", "--max_completion_length", "16"]
     arguments = [embedded_model_path() if each == "MODEL" else each for each in arguments]
-    assert main(["train", *arguments, *common]) == 2
+    assert main(["train", *arguments, *(common if arguments else [])]) == 2
     assert remedy in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from datasets import Dataset
 
 from trl_ulorl.cli import build_parser, main
+from trl_ulorl.data.arithmetic import embedded_model_path
 from trl_ulorl.evaluation.problems import as_messages, load_problems, problem_ids
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +176,16 @@ def test_bad_input_is_explained_and_leaves_nothing(content, arguments, remedy, t
     assert code == 2
     assert remedy in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_without_weights_is_refused_before_anything_is_written(tmp_path, capsys):
+    folder = tmp_path / "weightless"
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(embedded_model_path(), folder, ignore=ignored)
+    arguments = ["--model", str(folder), "--dataset", "arithmetic", "--num_problems", "2"]
+    assert main(["eval", *arguments, "--output", str(tmp_path / "run.json")]) == 2
+    assert "holds no weights" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,31 @@ def test_tau_out_of_range(make, tau):
             assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", -1e-6),
+        ("learning_rate", math.nan),
+        ("learning_rate", math.inf),
+        ("weight_decay", -0.1),
+        ("max_grad_norm", -1.0),
+        ("adam_beta1", 1.0),
+        ("adam_beta2", -0.1),
+        ("adam_epsilon", -1e-8),
+    ],
+)
+def test_what_the_optimizer_would_refuse(make, name, value):
+    with pytest.raises(ValueError, match=rf"`{name}` \({value!r}\) must be .*Correct it"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("max_steps", [0, -2])
+def test_no_steps_are_not_taken_for_no_limit(make, max_steps):
+    with pytest.raises(ValueError, match=rf"`max_steps` \({max_steps}\).*`num_train_epochs` \(3.0\).*positive"):
+        make(max_steps=max_steps)
+    assert make(max_steps=-1).max_steps == -1
+
+
 @pytest.mark.parametrize("sigma", [0, -0.2, math.nan, math.inf, -math.inf])
 def test_sigma_out_of_range(make, sigma):
     for build in (lambda: DMMPTsConfig(sigma=sigma), lambda: make(dmmpts={"sigma": sigma})):

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .inputs import add_engine, count
+from .inputs import add_engine, check_model_folder, count
 
 if TYPE_CHECKING:
     from ..doctor_patient import Check
@@ -119,6 +119,7 @@ def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
         raise ValueError(f"There is no file {str(options.config)!r}: check `--config`.")
     data, args, model_args = parse(_arguments(options, folder))
     model_name = options.model or model_args.model_name_or_path or str(embedded_model_path())
+    check_model_folder(model_name)
     model_args.model_name_or_path = model_name
     args.model_init_kwargs = model_init_kwargs(args, model_args, data.rope_parameters)
     tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")

@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .inputs import add_engine, count, count_or_zero, load_reward, positive, read_endpoint, share, spellings
+from .inputs import (
+    add_engine,
+    check_model_folder,
+    count,
+    count_or_zero,
+    load_reward,
+    positive,
+    read_endpoint,
+    share,
+    spellings,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -189,6 +199,8 @@ def _prepared(options: argparse.Namespace) -> tuple[OtherRun | None, Dataset, Ev
         if other is not None:
             other.check(problem_ids(problems))
         return other, problems, served
+    if options.model != "embedded":
+        check_model_folder(options.model)
     settings = EvaluationSettings(
         model=embedded_model_path() if options.model == "embedded" else options.model,
         num_samples=num_samples,

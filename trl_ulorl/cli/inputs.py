@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,64 @@ def check_output(path: Path | None) -> None:
     """
     if path is not None and not path.resolve().parent.is_dir():
         raise ValueError(f"`--output` ({path}) lies in a folder that does not exist. Make the folder first.")
+
+
+def check_model_folder(name: str) -> None:
+    """Check that what can only be a folder of a model is one, before anything slow is loaded.
+
+    Args:
+        name: A folder, or a name on the Hub, which is not checked.
+
+    Raises:
+        ValueError: If it is a path that does not exist, or a folder without a model's configuration or weights.
+    """
+    folder = Path(name)
+    if not folder.exists():
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+            raise ValueError(
+                f"There is no folder {name!r}. Pass the folder of a saved model, or a name on the Hub, which is `owner/model`."
+            )
+        return
+    if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise ValueError(
+            f"{name!r} holds no model: it has no `config.json`. Pass the folder of a saved model, or a name on the Hub."
+        )
+    if not any(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
+        raise ValueError(
+            f"{name!r} holds no weights: it has no `model.safetensors`, nor parts of one. Save the model to it to the end, or "
+            "pass another folder or a name on the Hub."
+        )
+
+
+def check_config_file(arguments: Sequence[str]) -> None:
+    """Check that the file that `--config` names is YAML with a name and a value for each option.
+
+    Args:
+        arguments: Those of a training.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    given = [each.partition("=") for each in arguments]
+    paths = [
+        value if equals else next(iter(arguments[place + 1 : place + 2]), "")
+        for place, (name, equals, value) in enumerate(given)
+        if name == "--config"
+    ]
+    import yaml
+
+    for path in paths:
+        if not Path(path).is_file():
+            raise ValueError(f"There is no file {path!r}: check `--config`.")
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path!r} is no YAML ({' '.join(str(error).split())}). Correct the file.") from error
+        if not isinstance(values, dict):
+            raise ValueError(  # noqa: TRY004 - of a file, which is bad input
+                f"{path!r} holds a {type(values).__name__}, where a name and a value are needed for each option, such as "
+                "`num_segments: 4`. Correct the file."
+            )
 
 
 def add_engine(

@@ -19,7 +19,8 @@ from ..evaluation import EvaluationCallback
 from ..evaluation.problems import as_messages, load_problems, load_rows, with_answer_column
 from ..positions import check_complete, extended_positions
 from ..progress import RolloutProgress
-from .inputs import load_reward, with_use_vllm
+from ..rollout.state import StateError
+from .inputs import check_config_file, check_model_folder, load_reward, with_use_vllm
 from .summary import finish
 from .train import ScriptArguments
 
@@ -39,7 +40,11 @@ def main(arguments: list[str]) -> int:
     except (ValueError, TypeError, OSError) as error:
         sys.stderr.write(f"trl-ulorl train: {error}\n")
         return 2
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    except StateError as error:  # of the checkpoint to resume from
+        sys.stderr.write(f"trl-ulorl train: {error}\n")
+        return 2
     trainer.save_model()
     if trainer.accelerator.is_main_process:
         finish(trainer, evaluation)
@@ -68,6 +73,7 @@ def parse(
     """
     if not torch.accelerator.is_available() and "--use_cpu" not in arguments:
         arguments = [*arguments, "--use_cpu", "true"]
+    check_config_file(arguments)
     parser = TrlParser((ScriptArguments, config_class, ModelConfig))  # type: ignore[arg-type]
     script_args, training_args, model_args = parser.parse_args_and_config(with_use_vllm(arguments))
     if script_args.engine not in (None, "vllm" if training_args.use_vllm else "transformers"):
@@ -88,6 +94,8 @@ def build(
     """
     given = model_args.model_name_or_path
     model_name = embedded_model_path() if given in (None, "embedded") else given
+    check_model_folder(str(model_name))
+    _make_output_dir(training_args)
     tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")
     train, held_out = load_data(script_args, training_args.seed, is_chat=tokenizer.chat_template is not None)
     reward = load_reward(script_args.reward)
@@ -117,6 +125,16 @@ def build(
     )
     trainer.add_callback(evaluation)
     return trainer, evaluation
+
+
+def _make_output_dir(training_args: UloRLConfig) -> None:
+    output_dir = cast(str, training_args.output_dir)
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"`output_dir` ({output_dir!r}) can't be made a folder ({error.strerror}). Pass one that can be written."
+        ) from error
 
 
 def load_data(script_args: ScriptArguments, seed: int, *, is_chat: bool) -> tuple[Dataset, Dataset | None]:
