@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -122,13 +123,18 @@ def check_reward_funcs(reward_funcs: list[Any], args: UloRLConfig) -> int:
     """Return the index of the correctness function among the reward functions that are no models.
 
     Raises:
-        TypeError: If one can't be called.
+        TypeError: If one can't be called, or is a class.
         ValueError: If there is none, its name is unknown, or reward models are combined with what needs rewards early.
     """
     if not reward_funcs:
         raise ValueError("`reward_funcs` is empty: pass at least one, for instance `VerifierReward()`.")
     is_model = [is_reward_model(func) for func in reward_funcs]
     for func, skip in zip(reward_funcs, is_model, strict=True):
+        if inspect.isclass(func):
+            raise TypeError(
+                f"`reward_funcs` holds the class `{func.__name__}`: called with completions it would make an instance, and no "
+                f"rewards. Pass an instance, such as `{func.__name__}()`."
+            )
         if not (skip or callable(func)):
             raise TypeError(
                 f"`reward_funcs` holds {func!r}, which can't be called. A reward function takes `completions` and the "
@@ -155,7 +161,7 @@ def check_training_set(train_dataset: Any, reward_funcs: list[Any], args: UloRLC
     """Refuse a training set that prompts can't be drawn from.
 
     Raises:
-        TypeError: If it is no map-style data set.
+        TypeError: If it is no map-style data set, or a reward function does not take what it holds.
         ValueError: If it lacks a column, holds images or has fewer prompts than a batch.
     """
     if isinstance(train_dataset, IterableDataset):
@@ -185,6 +191,39 @@ def check_training_set(train_dataset: Any, reward_funcs: list[Any], args: UloRLC
             "is not known. Change the number of prompts or `gradient_accumulation_steps`, or leave `drain` off."
         )
     _check_prompts(train_dataset)
+    for func in reward_funcs:
+        if not is_reward_model(func):
+            _check_signature(func, train_dataset.column_names)
+    if any(isinstance(func, VerifierReward) for func in reward_funcs):
+        _check_references(train_dataset)
+
+
+def _check_signature(func: Any, columns: list[str]) -> None:
+    """Refuse a reward function that every call of would fail."""
+    try:
+        signature = inspect.signature(func)
+    except (TypeError, ValueError):  # some built-in ones have none
+        return
+    columns = [column for column in columns if column != "prompt"]
+    given = sorted(_REWARD_KWARGS - {"completion"})
+    try:
+        signature.bind(**dict.fromkeys([*given, *columns]))
+    except TypeError as error:
+        raise TypeError(
+            f"`{get_callable_name(func)}` can't be called with what the data set holds ({error}). It gets "
+            f"{', '.join(f'`{name}`' for name in given)} and the columns {columns} by name. Take `**kwargs` for those that it "
+            "doesn't need, and name a column as the data set does."
+        ) from error
+
+
+def _check_references(train_dataset: Dataset) -> None:
+    column = next(name for name in VerifierReward.answer_columns if name in train_dataset.column_names)
+    for index, reference in enumerate(train_dataset[column]):
+        if reference is None:
+            raise ValueError(
+                f"The reference in row {index} of `train_dataset` is None: `VerifierReward` can't judge any answer to that "
+                f"prompt. Filter such rows out with `train_dataset.filter(lambda row: row[{column!r}] is not None)`."
+            )
 
 
 def _check_columns(columns: list[str], reward_funcs: list[Any]) -> None:

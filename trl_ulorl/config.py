@@ -202,6 +202,7 @@ class UloRLConfig(GRPOConfig):
         except ValueError as error:
             config_checks.explain_batch_size(self, error)
             raise
+        config_checks.check_numbers(self)
         config_checks.check_optimizer(self)
         config_checks.check_choices(self)
         if self.use_vllm:

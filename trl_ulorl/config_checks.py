@@ -93,6 +93,17 @@ def explain_batch_size(config: UloRLConfig, error: ValueError) -> None:
         ) from error
 
 
+def check_numbers(config: UloRLConfig) -> None:
+    """Refuse texts where numbers are needed, and weights that no sum can hold."""
+    for name in ("temperature", "top_p", "epsilon", "beta", "learning_rate", "weight_decay", "max_grad_norm"):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"`{name}` ({value!r}) must be a number.")  # noqa: TRY004 - as all bad fields
+    weights = config.reward_weights
+    if weights is not None and not all(isinstance(each, int | float) and math.isfinite(each) for each in weights):
+        raise ValueError(f"`reward_weights` ({weights!r}) must hold finite numbers: rewards are summed with them.")
+
+
 def check_optimizer(config: UloRLConfig) -> None:
     """Refuse what the optimizer would only when training begins, and a run whose length is not what it seems."""
     for name, most, reason in (
@@ -124,6 +135,7 @@ def check_choices(config: UloRLConfig) -> None:
         "loss_type": _LOSS_TYPES,
         "resume_rollout": ("strict", "discard"),
         "importance_sampling_level": ("token", "sequence"),
+        "scale_rewards": ("group", "batch", "none"),
         "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     }.items():
         if getattr(config, name) not in choices:

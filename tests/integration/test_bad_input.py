@@ -173,6 +173,50 @@ def test_verifier_without_references(make):
         refused(ValueError, texts, make, reward_funcs=reward_funcs, train_dataset=data)
 
 
+@pytest.mark.parametrize("kind", [VerifierReward, type("Reward", (), {"__call__": even_length})])
+def test_a_class_where_an_instance_is_needed(make, kind):
+    texts = [f"`reward_funcs` holds the class `{kind.__name__}`", f"Pass an instance, such as `{kind.__name__}()`."]
+    refused(TypeError, texts, make, reward_funcs=[even_length, kind])
+
+
+def of_completions_only(completions):
+    return [0.0 for _ in completions]
+
+
+def of_difficulty(completions, difficulty, **kwargs):
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("func", "reason"),
+    [
+        (of_completions_only, "got an unexpected keyword argument 'completion_ids'"),
+        (of_difficulty, "missing a required argument: 'difficulty'"),
+    ],
+)
+def test_reward_function_that_no_call_would_fit(make, func, reason):
+    texts = [
+        f"`{func.__name__}` can't be called with what the data set holds ({reason})",
+        "`prompts`",
+        "the columns ['answer']",
+        "Take `**kwargs`",
+    ]
+    refused(TypeError, texts, make, reward_funcs=func)
+
+
+def test_reward_function_of_a_column_that_is_there(make):
+    data = make_dataset()
+    make(reward_funcs=of_difficulty, train_dataset=data.add_column("difficulty", [1] * len(data)))
+
+
+def test_references_that_are_none(make):
+    data = make_dataset()
+    answers = [None if index == 3 else answer for index, answer in enumerate(data["answer"])]
+    data = data.remove_columns("answer").add_column("answer", answers)
+    texts = ["The reference in row 3 of `train_dataset` is None", "Filter such rows out"]
+    refused(ValueError, texts, make, reward_funcs=VerifierReward(), train_dataset=data)
+
+
 @pytest.mark.parametrize("column", ["answer", "solution"])
 def test_verifier_with_references(make, column):
     data = make_dataset()

@@ -196,6 +196,25 @@ def test_what_the_optimizer_would_refuse(make, name, value):
         make(**{name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("temperature", "0.8"), ("epsilon", "0.2"), ("learning_rate", "fast")])
+def test_text_where_a_number_is_needed(make, name, value):
+    with pytest.raises(ValueError, match=rf"`{name}` \({value!r}\) must be a number"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("weights", [[1.0, math.nan], [math.inf], ["1"]])
+def test_reward_weights_that_are_no_numbers(make, weights):
+    with pytest.raises(ValueError, match=r"`reward_weights` \(\[.*must hold finite numbers"):
+        make(reward_weights=weights)
+
+
+@pytest.mark.parametrize("value", ["banana", "True"])
+def test_unknown_scale_of_rewards(make, value):
+    with pytest.raises(ValueError, match=rf"`scale_rewards` \('{value}'\) must be one of 'group', 'batch', 'none'"):
+        make(scale_rewards=value)
+    assert [make(scale_rewards=each).scale_rewards for each in (True, False)] == ["group", "none"]
+
+
 @pytest.mark.parametrize("max_steps", [0, -2])
 def test_no_steps_are_not_taken_for_no_limit(make, max_steps):
     with pytest.raises(ValueError, match=rf"`max_steps` \({max_steps}\).*`num_train_epochs` \(3.0\).*positive"):
