@@ -249,6 +249,12 @@ def test_docs_name_no_option_that_does_not_exist():
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= set(options())
 
 
+def test_every_command_has_a_row_in_the_docs():
+    commands = next(action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `trl-ulorl (\w+)`", text, re.MULTILINE) == list(commands.choices)
+
+
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
