@@ -9,7 +9,8 @@ What makes the comparison fair:
 
 - All arms train on every completion: no dynamic sampling and no masking of mastered tokens, which stock TRL has not; no
   correction by vLLM's log-probs, which ours has not. Hyper-parameters, micro-batches, reward, sampling, precision and the
-  way that weights reach vLLM are the same.
+  way that weights reach vLLM are the same. Ours join short rows (`dynamic_micro_batches`) within the memory that the
+  micro-batches of all arms take for their longest rows.
 - The rollout phase of all arms is the time in `_generate_and_score_completions`: loading the weights into vLLM, decoding,
   rewards, pools, padding. The whole step is the wall-clock time of the block, logging included.
 - Speeds are taken at a learning rate of 1e-6, at which the lengths stay what they are, after the pools have filled: long
@@ -215,7 +216,12 @@ class Worker:
             with replaced_vllm_generation(partial(SegmentVLLM, seed=seed)):
                 trainer = GRPOTrainer(embedded_model_path(), self.reward, GRPOConfig(**arguments), data)
         else:
-            arguments |= {"dynamic_sampling": False, "dmmpts": None, **schedule_arguments(arm, self.setting)}
+            arguments |= {
+                "dynamic_sampling": False,
+                "dmmpts": None,
+                "dynamic_micro_batches": True,
+                **schedule_arguments(arm, self.setting),
+            }
             trainer = UloRLTrainer(embedded_model_path(), self.reward, UloRLConfig(**arguments), data)
         trainer.remove_callback(PrinterCallback)
         return trainer
