@@ -123,9 +123,8 @@ def joined_counts(lengths: ArrayLike, num_micro_batches: int, *, prompt_width: i
     while not counts or len(counts) > num_micro_batches:
         cost, first = np.zeros(num_rows + 1), np.zeros(num_rows + 1, dtype=np.int64)
         for end in range(1, num_rows + 1):
-            starts = np.arange(
-                max(0, end - most_cells // widths[end - 1]), end
-            )  # more would not even fit if all alike
+            most_rows = most_cells // widths[end - 1]  # if all were as short as the last of them
+            starts = np.arange(max(0, end - most_rows), end)
             cells = (end - starts) * widths[starts]
             costs = np.where(cells <= most_cells, cost[starts] + cells + pass_cells, np.inf)
             best = int(costs.argmin())
