@@ -9,7 +9,8 @@ What makes the comparison fair:
 
 - All arms train on every completion: no dynamic sampling and no masking of mastered tokens, which stock TRL has not; no
   correction by vLLM's log-probs, which ours has not. Hyper-parameters, micro-batches, reward, sampling, precision and the
-  way that weights reach vLLM are the same.
+  way that weights reach vLLM are the same. Ours join short rows (`dynamic_micro_batches`) within the memory that the
+  micro-batches of all arms take for their longest rows.
 - The rollout phase of all arms is the time in `_generate_and_score_completions`: loading the weights into vLLM, decoding,
   rewards, pools, padding. The whole step is the wall-clock time of the block, logging included.
 - Speeds are taken at a learning rate of 1e-6, at which the lengths stay what they are, after the pools have filled: long
@@ -79,6 +80,7 @@ CURVE_SIZES = (1, 8, 16, 32, 64, 128, 256)
 CURVE_STEPS = 24
 CURVE_CONTEXT = 60  # tokens before them, about what rollouts have on average
 PREFILL_STEPS = 6  # more than vLLM takes to compute those of all sequences, at 4,096 tokens a step
+PREFILLS = 64  # requests at once, as after an update: a token of a large batch takes longer than one of a small
 HELD_OUT = 256
 TRIES = 4
 
@@ -215,7 +217,12 @@ class Worker:
             with replaced_vllm_generation(partial(SegmentVLLM, seed=seed)):
                 trainer = GRPOTrainer(embedded_model_path(), self.reward, GRPOConfig(**arguments), data)
         else:
-            arguments |= {"dynamic_sampling": False, "dmmpts": None, **schedule_arguments(arm, self.setting)}
+            arguments |= {
+                "dynamic_sampling": False,
+                "dmmpts": None,
+                "dynamic_micro_batches": True,
+                **schedule_arguments(arm, self.setting),
+            }
             trainer = UloRLTrainer(embedded_model_path(), self.reward, UloRLConfig(**arguments), data)
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -240,7 +247,7 @@ class Worker:
         from trl_ulorl import microbatches
 
         # Stock TRL tokenizes its prompts too: see `summary`.
-        trainer._rows.prompts = self._timed("tokenize_seconds", trainer._rows.prompts)
+        trainer._collector._tokenize = self._timed("tokenize_seconds", trainer._collector._tokenize)
         for owner, names in (
             (trainer, ("_add_sampling_data", "_log_metrics", "_append_metrics")),
             (trainer._collector, ("finish_batch", "ledger_balance")),
@@ -423,12 +430,12 @@ class Worker:
                 curve[str(size)] = timed(lambda: [stream.step() for _ in range(CURVE_STEPS)]) / CURVE_STEPS
         request_seconds = {}
         for length in (16, 112):
-            requests = [[DecodeRequest(prefix, 1) for prefix in prefixes(32, length)] for _ in range(4)]
+            requests = [[DecodeRequest(prefix, 1) for prefix in prefixes(PREFILLS, length)] for _ in range(4)]
             seconds = np.median([timed(lambda batch=batch: list(engine.decode(batch))) for batch in requests])
-            request_seconds[length] = float(seconds) / 32
+            request_seconds[length] = float(seconds) / PREFILLS
         per_token = max(1e-7, (request_seconds[112] - request_seconds[16]) / (112 - 16))  # noise may swallow it
         # The step that computes a prompt also gives its first token, among those of the sequences that decode.
-        in_step = curve["32"] / 32
+        in_step = curve[str(PREFILLS)] / PREFILLS
         sync = timed(lambda: [trainer.vllm_generation.sync_weights() for _ in range(4)]) / 4
         return {
             "decode_curve": curve,

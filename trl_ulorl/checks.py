@@ -101,6 +101,32 @@ def check_gathering(args: UloRLConfig, *, num_ranks: int, zero_stage: int, fsdp_
         )
 
 
+def check_joining(args: UloRLConfig, *, is_additive: bool, is_sharded: bool) -> None:
+    """Refuse `dynamic_micro_batches` where the loss or the backend needs every micro-batch.
+
+    Args:
+        args: The configuration.
+        is_additive: Whether the loss of an update stays the same however its rows are dealt.
+        is_sharded: Whether DeepSpeed or FSDP trains.
+
+    Raises:
+        ValueError: If it is set and can't be.
+    """
+    if not args.dynamic_micro_batches:
+        return
+    if not is_additive:
+        raise ValueError(
+            "`dynamic_micro_batches=True` puts other rows into a micro-batch, and an entropy bonus, a router's auxiliary loss "
+            "and `top_entropy_quantile` are means or quantiles over the rows of one. Leave them out, or leave "
+            "`dynamic_micro_batches` out."
+        )
+    if is_sharded:
+        raise ValueError(
+            "`dynamic_micro_batches=True` leaves micro-batches without rows, for which no forward pass is made; DeepSpeed and "
+            "FSDP count on one for each. Leave it out: rows are dealt by length to all micro-batches then."
+        )
+
+
 def check_tokenizer(tokenizer: Any) -> None:
     """Refuse a tokenizer without an end-of-sequence token.
 

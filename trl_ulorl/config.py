@@ -174,6 +174,14 @@ class UloRLConfig(GRPOConfig):
         metadata={"help": "Name of the reward function that measures correctness in {0, 1}. None: the first."},
     )
 
+    # Training
+    dynamic_micro_batches: bool = field(
+        default=False,
+        metadata={
+            "help": "Let short rows share a micro-batch, as many as take no more memory than the longest: fewer passes."
+        },
+    )
+
     # Checkpoints
     resume_rollout: str = field(
         default="strict",
@@ -213,6 +221,7 @@ class UloRLConfig(GRPOConfig):
         config_checks.check_sampling(self)
         config_checks.check_importance(self)
         config_checks.check_overlong(self)
+        config_checks.check_micro_batches(self)
         config_checks.check_checkpoints(self)
 
     def _parse_json_dmmpts(self) -> Any:

@@ -10,6 +10,7 @@ import math
 import warnings
 from typing import TYPE_CHECKING
 
+from .microbatches import TOKEN_SUM_LOSS_TYPES
 from .rollout.schedule import ContinuousSchedule
 
 if TYPE_CHECKING:
@@ -413,6 +414,18 @@ def check_overlong(config: UloRLConfig) -> None:
             f"`overlong_cache_length` ({config.overlong_cache_length}) must lie in (0, `max_completion_length` = "
             f"{config.max_completion_length}] and belongs to `overlong='soft'` (here {config.overlong!r}): the "
             "punishment grows over that many tokens before the limit. Leave it out for a fifth of the limit."
+        )
+
+
+def check_micro_batches(config: UloRLConfig) -> None:
+    """Refuse to join rows where the loss of an update would depend on it."""
+    if not config.dynamic_micro_batches:
+        return
+    if config.loss_type not in TOKEN_SUM_LOSS_TYPES:
+        raise ValueError(
+            f"`loss_type` ({config.loss_type!r}) is a mean over the rows of a micro-batch, so it would change with the "
+            "number of rows that `dynamic_micro_batches` puts into one. Choose one of "
+            f"{', '.join(map(repr, TOKEN_SUM_LOSS_TYPES))}, or leave `dynamic_micro_batches` out."
         )
 
 

@@ -2,6 +2,7 @@
 
 TRL pads every micro-batch to the longest row of the whole generation batch. Here rows are dealt by length to the
 micro-batches that feed one optimizer step, and each micro-batch loses the columns in which none of its rows has a token.
+With `dynamic_micro_batches` short rows share a micro-batch, as many as fit where the longest rows fit, and fewer are left.
 Pure functions on TRL's batches: dictionaries of tensors with one row per completion, prompts padded on the left and
 completions on the right.
 """
@@ -12,13 +13,19 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 # TRL takes a matrix of one column for one value per sequence, and none at all for every column.
 _MIN_COMPLETION_COLUMNS = 2
 # Losses that are sums over rows with weights that don't depend on the other rows of the micro-batch.
 _ADDITIVE_LOSS_TYPES = frozenset({"grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"})
+# Those of them that don't depend on how many rows it has either: divided by the tokens of the whole batch.
+TOKEN_SUM_LOSS_TYPES = ("dapo", "cispo", "vespo")
+# What a forward and backward pass takes besides its tokens, as so many more of them: its kernels are launched one by one.
+_PASS_CELLS = 256
 
 
 def is_additive(
@@ -87,18 +94,105 @@ def dealt_rows(lengths: Sequence[int], num_micro_batches: int) -> list[list[int]
     return [[*islice(longest_first, size - len(part)), *part] for part in parts]
 
 
-def dealt_window(batches: Sequence[dict[str, Any]]) -> list[list[tuple[int, int]]]:
+def joined_counts(lengths: ArrayLike, num_micro_batches: int, *, prompt_width: int) -> list[int]:
+    """Return how many rows each micro-batch holds if rows may share one as long as it gets no larger than the largest.
+
+    The largest is that of the longest rows in micro-batches of equal numbers of rows. Within this bound it is the
+    cheapest way to cut the rows, ordered by length, into at most `num_micro_batches` parts: the fewest cells of padded
+    matrices, where a pass more costs as much as some cells more.
+
+    Args:
+        lengths: Lengths of the completions in tokens, shape `(ranks, rows)`. Every rank has the same counts, so that ranks
+            stay in step; they fit on each.
+        num_micro_batches: Most micro-batches, a divisor of the number of rows.
+        prompt_width: Columns of the prompts.
+
+    Returns:
+        The number of rows of each micro-batch, that of the longest rows first; all of them together hold all rows.
+
+    Example:
+        >>> joined_counts([[900, 100, 90, 90, 80, 80, 70, 60]], 8, prompt_width=20)
+        [1, 7]
+    """
+    # On every rank the n-th longest row is at most this long.
+    widths = prompt_width + np.sort(np.asarray(lengths), axis=1)[:, ::-1].max(axis=0)
+    num_rows = widths.size
+    most_cells = int(num_rows // num_micro_batches * widths[0])
+    counts: list[int] = []
+    pass_cells = _PASS_CELLS
+    while not counts or len(counts) > num_micro_batches:
+        cost, first = np.zeros(num_rows + 1), np.zeros(num_rows + 1, dtype=np.int64)
+        for end in range(1, num_rows + 1):
+            most_rows = most_cells // widths[end - 1]  # if all were as short as the last of them
+            starts = np.arange(max(0, end - most_rows), end)
+            cells = (end - starts) * widths[starts]
+            costs = np.where(cells <= most_cells, cost[starts] + cells + pass_cells, np.inf)
+            best = int(costs.argmin())
+            cost[end], first[end] = costs[best], starts[best]
+        counts, end = [], num_rows
+        while end:
+            counts.append(int(end - first[end]))
+            end = int(first[end])
+        pass_cells *= 2  # until it is worth no more passes than there are; as many as that always fit
+    return counts[::-1]
+
+
+def joined_rows(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """Deal rows by length, the longest first, to micro-batches of given sizes.
+
+    Rows without a token are spread as in `dealt_rows`, as far as there are others for each micro-batch.
+
+    Args:
+        lengths: Length of each row in tokens.
+        counts: What `joined_counts` gave.
+
+    Returns:
+        The rows of each micro-batch.
+
+    Example:
+        >>> joined_rows([3, 9, 0, 8, 4, 0], [1, 1, 4])
+        [[1], [3], [4, 0, 2, 5]]
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    empty = [row for row in order if lengths[row] == 0]
+    longest_first = iter(order[: len(order) - len(empty)])
+    num_empty = [0] * len(counts)
+    left = len(empty)
+    for room in (1, 0):  # a place for another row in each, unless there are not enough others
+        for index in reversed(range(len(counts))):
+            more = min(left, counts[index] - room - num_empty[index])
+            num_empty[index] += more
+            left -= more
+    spread = iter(empty)
+    return [
+        [*islice(longest_first, count - number), *islice(spread, number)]
+        for count, number in zip(counts, num_empty, strict=True)
+    ]
+
+
+def dealt_window(
+    batches: Sequence[dict[str, Any]], *, gather: Callable[[Tensor], Tensor] | None = None
+) -> list[list[tuple[int, int]]]:
     """Deal a window's rows to its micro-batches by the length of their completions.
 
     Args:
         batches: The window's micro-batches as TRL made them: equal numbers of rows, equally padded.
+        gather: Joins a tensor's first dimension over all ranks. Given, short rows share a micro-batch, and the first
+            micro-batches are left without rows: gradients are exchanged in the last.
 
     Returns:
         For each micro-batch the place of its rows now: a micro-batch and a row of it.
     """
     size = len(batches[0]["completion_mask"])
-    lengths = torch.cat([_row_ends(batch["completion_mask"]) for batch in batches]).tolist()
-    return [[divmod(row, size) for row in rows] for rows in dealt_rows(lengths, len(batches))]
+    ends = torch.cat([_row_ends(batch["completion_mask"]) for batch in batches])
+    if gather is None:
+        parts = dealt_rows(ends.tolist(), len(batches))
+    else:
+        prompt_width = torch.stack([_row_ends(batch["prompt_mask"].flip(1)).max() for batch in batches]).max()
+        everywhere = gather(torch.cat([prompt_width.unsqueeze(0), ends]).unsqueeze(0)).cpu().numpy()
+        counts = joined_counts(everywhere[:, 1:], len(batches), prompt_width=int(everywhere[:, 0].max()))
+        parts = [[] for _ in range(len(batches) - len(counts))] + joined_rows(ends.tolist(), counts)
+    return [[divmod(row, size) for row in rows] for rows in parts]
 
 
 def deal(batches: Sequence[dict[str, Any]], index: int, places: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -112,6 +206,8 @@ def deal(batches: Sequence[dict[str, Any]], index: int, places: Sequence[tuple[i
     Returns:
         A new dictionary; what has no rows, such as `num_items_in_batch`, is that of `batches[index]`.
     """
+    if not places:
+        return {name: value[:0] if _has_rows(value) else value for name, value in batches[index].items()}
     return {
         name: torch.stack([batches[slot][name][row] for slot, row in places]) if _has_rows(value) else value
         for name, value in batches[index].items()

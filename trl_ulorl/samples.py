@@ -85,7 +85,7 @@ class SampleLog:
         if len(self._samples) > MAX_SAMPLES:
             self._samples = self._samples[::2]
             self._every *= 2
-        # Without indents, which would take ten times as long, each time that a sample is added.
+        # Without indents, which take several times as long, as it is written with every sample.
         write_text(self._path, json.dumps({"every": self._every, "samples": self._samples}) + "\n")
 
     def go_back_to(self, version: int) -> None:

@@ -42,6 +42,7 @@ from trl.trainer.utils import get_callable_name, get_config_model_id
 from . import microbatches, model_card
 from .checks import (
     check_gathering,
+    check_joining,
     check_model_limit,
     check_reward_funcs,
     check_tokenizer,
@@ -266,6 +267,7 @@ class UloRLTrainer(ResumableTrainer):
             has_auxiliary_loss=self.aux_loss_enabled,
             top_entropy_quantile=self.top_entropy_quantile,
         )
+        check_joining(args, is_additive=self._deals_rows, is_sharded=self.is_deepspeed_enabled or self.is_fsdp_enabled)
         self._dmmpts = cast(DMMPTsConfig | None, args.dmmpts)  # what it is once the configuration is checked
         self._update_sums = UpdateSums(
             self._dmmpts,
@@ -482,13 +484,18 @@ class UloRLTrainer(ResumableTrainer):
             batches = [self._buffered_inputs[slot] for slot in slots]
             window = self._step - index
             if self._dealt is None or self._dealt[0] != window:
-                self._dealt = (window, microbatches.dealt_window(batches))
+                gather = self.accelerator.gather if self.args.dynamic_micro_batches else None
+                self._dealt = (window, microbatches.dealt_window(batches, gather=gather))
             inputs = microbatches.deal(batches, index, self._dealt[1][index])
+            if not self._dealt[1][index]:
+                return inputs
         return microbatches.cut(inputs, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.model.training:
             return cast(Tensor, super()._compute_loss(model, inputs))
+        if not len(inputs["completion_mask"]):  # its rows have joined others of the window
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         # A copy: the parent keeps `inputs` for later iterations, whose advantages must stay the original ones.
         self._tap = _LossTap(dict(inputs))
         try:

@@ -8,7 +8,7 @@ from transformers import ProcessorMixin
 from trl import GRPOConfig
 
 from trl_ulorl import UloRLConfig, UloRLTrainer, VerifierReward
-from trl_ulorl.checks import check_gathering
+from trl_ulorl.checks import check_gathering, check_joining
 
 pytestmark = pytest.mark.slow
 
@@ -316,3 +316,23 @@ def test_decoding_with_sharded_weights(tmp_path, fields, backend, remedy):
         check_gathering(args, num_ranks=2, **backend)
     check_gathering(args, num_ranks=1, **backend)
     check_gathering(UloRLConfig(str(tmp_path), use_cpu=True, bf16=False), num_ranks=2, zero_stage=3, fsdp_version=2)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"is_additive": False, "is_sharded": False}, "entropy bonus"),
+        ({"is_additive": True, "is_sharded": True}, "FSDP"),
+    ],
+    ids=["loss", "backend"],
+)
+def test_joining_rows_where_every_micro_batch_is_needed(tmp_path, state, reason):
+    args = UloRLConfig(str(tmp_path), use_cpu=True, bf16=False, dynamic_micro_batches=True)
+    with pytest.raises(ValueError, match=f"{reason}.*(Leave|leave)"):
+        check_joining(args, **state)
+    check_joining(UloRLConfig(str(tmp_path), use_cpu=True, bf16=False), is_additive=False, is_sharded=True)
+
+
+def test_joining_rows_with_an_entropy_bonus_is_refused_before_training(make):
+    with pytest.raises(ValueError, match="an entropy bonus"):
+        make(fields={"dynamic_micro_batches": True, "entropy_coef": 0.01})

@@ -123,6 +123,27 @@ def test_loss_and_gradient_of_an_update_stay_the_same(tmp_path, monkeypatch, ove
     assert_same_updates(gradients, expected, rtol=1e-6)
 
 
+JOINED = {name: overrides for name, overrides in DEALT.items() if name.split(",")[0] in ("dapo", "cispo", "vespo")}
+
+
+@pytest.mark.parametrize("overrides", JOINED.values(), ids=JOINED)
+def test_joining_short_rows_changes_no_loss_and_no_gradient(tmp_path, overrides):
+    """With two rows of the longest as the bound, eight micro-batches become fewer."""
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 8}
+    settings |= {"max_inflight_groups": 16, "max_steps": 2, "dtype": torch.float64, **overrides}
+    _, apart, expected = train(tmp_path / "apart", **settings)
+    _, joined, gradients = train(tmp_path / "joined", dynamic_micro_batches=True, **settings)
+    sizes = [len(batch["completion_mask"]) for batch in joined]
+    assert len(sizes) == len(apart) == 16 and sum(sizes[:8]) == sum(sizes[8:]) == 16
+    assert sizes[0] == 0 and min(sizes[7], sizes[15]) > 0, "gradients are exchanged with the last"
+    assert sum(map(bool, sizes)) <= 13
+    cells = [max(b["prompt_ids"].numel() + b["completion_ids"].numel() for b in each) for each in (joined, apart)]
+    assert cells[0] <= cells[1], "it may take no more memory"
+    losses = [sum(batch["loss"] for batch in each) for each in (joined, apart)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    assert_same_updates(gradients, expected, rtol=1e-6)
+
+
 def test_loss_bnpo_would_not_stay_the_same_if_dealt(tmp_path, monkeypatch):
     """The comparison above tells them apart."""
     monkeypatch.setattr(microbatches, "is_additive", lambda *args, **kwargs: True)
@@ -152,3 +173,7 @@ def test_every_window_keeps_its_rows(tmp_path, monkeypatch, overrides):
     assert_same_updates(gradients, expected, rtol=1e-4)
     advantages = [torch.cat([batch["advantages"] for batch in each]).sort().values for each in (dealt, padded)]
     torch.testing.assert_close(*advantages, rtol=0, atol=0)
+    joined = train(
+        tmp_path / "joined", dtype=torch.float64, importance_mode="sais", dynamic_micro_batches=True, **overrides
+    )
+    assert_same_updates(joined[2], expected, rtol=1e-4)

@@ -91,6 +91,20 @@ def test_each_rank_cuts_its_own_micro_batches(tmp_path):
         assert padded["rollout/padding_ratio_uncut"] == without["rollout/padding_ratio_uncut"]
 
 
+def test_ranks_join_the_same_numbers_of_rows(tmp_path):
+    settings = {"num_segments": 2, "max_inflight_groups": 8, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+    runs = {}
+    for joins in (False, True):
+        folder = tmp_path / str(joins)
+        folder.mkdir()
+        ranks = run_two_ranks(folder, dynamic_micro_batches=joins, **settings)
+        assert_ranks_agree(*ranks)
+        runs[joins] = ranks[0]
+    assert runs[True]["parameters"] == pytest.approx(runs[False]["parameters"], rel=1e-5, abs=1e-5)
+    assert runs[True]["ledger"] == runs[False]["ledger"]
+
+
 # ------------------------------------------------------------------------------------------------- resume, stop and death
 
 SAVING = {"num_segments": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_inflight_groups": 12}

@@ -26,8 +26,9 @@ pytestmark = pytest.mark.slow
         {"gradient_accumulation_steps": 2, "importance_mode": "sais"},
         # The next update begins inside the batch.
         {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "save_steps": 4},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "dynamic_micro_batches": True},
     ],
-    ids=["window end", "inside a window", "accumulation", "inside a batch"],
+    ids=["window end", "inside a window", "accumulation", "inside a batch", "joined rows"],
 )
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, overrides):
     settings = {"num_segments": 4, "max_steps": 6, "save_strategy": "steps", "save_steps": 3, **overrides}

@@ -29,6 +29,7 @@ ADDED = {
     "overlong",
     "overlong_cache_length",
     "correctness_func",
+    "dynamic_micro_batches",
     "resume_rollout",
     "graceful_stop",
     "log_rollouts",
@@ -91,6 +92,7 @@ def test_defaults(tmp_path):
         "overlong": "wrong",
         "overlong_cache_length": None,
         "correctness_func": None,
+        "dynamic_micro_batches": False,
         "resume_rollout": "strict",
         "graceful_stop": True,
         "log_rollouts": True,
@@ -259,6 +261,7 @@ OTHER_VALUES = {
     "overlong": "soft",
     "overlong_cache_length": 7,
     "correctness_func": "verifier_reward",
+    "dynamic_micro_batches": True,
     "log_rollouts": False,
     "drain": True,
 }
@@ -565,6 +568,10 @@ REFUSALS = {
         {"mask_truncated_completions": True, "overlong": "mask"},
         ["`mask_truncated_completions=True`", "`overlong` ('mask')", "Remove it"],
     ),
+    "a mean over rows that join": (
+        {"dynamic_micro_batches": True, "loss_type": "grpo"},
+        ["`loss_type` ('grpo')", "'dapo', 'cispo', 'vespo'", "leave `dynamic_micro_batches` out"],
+    ),
     "cache without soft": (
         {"overlong_cache_length": 8},
         ["`overlong_cache_length` (8)", "belongs to `overlong='soft'` (here 'wrong')", "Leave it out for a fifth"],
@@ -743,6 +750,7 @@ def test_warning_where_staleness_brings_the_long_tail_back(make):
         {"drain": True, "gradient_accumulation_steps": 4, "steps_per_generation": 1, "max_steps": 3},
         {"max_staleness": 2, "num_iterations": 3, "num_segments": 1},
         {"overlong": "mask"},
+        {"dynamic_micro_batches": True, "loss_type": "cispo"},
         {"overlong": "soft", "overlong_cache_length": 64},
         {"use_vllm": True, "vllm_max_model_length": 65},
     ],

@@ -1,6 +1,7 @@
 """Dealing rows and cutting columns: nothing but padding is lost, and every window keeps its rows."""
 
 from collections import Counter
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from trl_ulorl.microbatches import (
     dealt_rows,
     dealt_window,
     is_additive,
+    joined_counts,
+    joined_rows,
     padding_counts,
     scored_without_padding,
     window_slots,
@@ -121,6 +124,90 @@ def test_dealt_micro_batches_by_hand():
     assert cut(first)["completion_ids"].shape == (2, 6) and cut(first)["prompt_ids"].shape == (2, 3)
     assert cut(second)["completion_ids"].shape == (2, 3) and cut(second)["prompt_ids"].shape == (2, 1)
     assert batches[0]["advantages"].tolist() == [0, 1], "the buffer must stay as it is"
+
+
+# ------------------------------------------------------------------------------------------------------------- joining
+
+
+def cells_of(counts, lengths, prompt_width):
+    """Cells of every micro-batch on every rank, the longest rows first; shape `(ranks, micro-batches)`."""
+    ordered = -np.sort(-np.asarray(lengths), axis=1)
+    starts = np.cumsum([0, *counts[:-1]])
+    return np.array(counts) * (prompt_width + ordered[:, starts])
+
+
+def test_short_rows_join_by_hand():
+    # Two rows of 90 + 10 columns are the bound of 200 cells. Those of 40 fit four to a micro-batch, those of 10 all.
+    lengths = [[90, 90, 40, 40, 40, 40, 10, 10]]
+    assert joined_counts(lengths, 4, prompt_width=10) == [2, 4, 2]
+    assert joined_rows([10, 40, 90, 40, 10, 90, 40, 40], [2, 4, 2]) == [[2, 5], [1, 3, 6, 7], [0, 4]]
+
+
+def test_the_largest_micro_batch_bounds_the_others():
+    assert joined_counts([[100] * 8], 4, prompt_width=5) == [2, 2, 2, 2]
+    assert joined_counts([[4096, 2000, 1990, 1900]], 4, prompt_width=96) == [1, 2, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_joined_counts_are_the_cheapest_that_fit(size, data):
+    num_micro_batches = data.draw(st.integers(1, 7 // size))
+    rows = st.lists(st.integers(0, 3000), min_size=size * num_micro_batches, max_size=size * num_micro_batches)
+    lengths = data.draw(st.lists(rows, min_size=1, max_size=3))
+    prompt_width = data.draw(st.integers(1, 300))
+    counts = joined_counts(lengths, num_micro_batches, prompt_width=prompt_width)
+    num_rows = size * num_micro_batches
+    assert sum(counts) == num_rows and min(counts) >= 1 and len(counts) <= num_micro_batches
+    bound = size * (prompt_width + np.max(lengths))
+    assert (cells_of(counts, lengths, prompt_width) <= bound).all()
+
+    # The widest of all ranks counts, as they wait for each other.
+    widest = [(-np.sort(-np.array(lengths), axis=1)).max(axis=0)]
+    cheapest = {}  # cells by number of micro-batches, in whatever way the rows are cut
+    for number in range(num_rows):
+        for borders in combinations(range(1, num_rows), number):
+            cells = cells_of(np.diff([0, *borders, num_rows]), widest, prompt_width)
+            if (cells <= bound).all():
+                cheapest[number + 1] = min(cheapest.get(number + 1, np.inf), cells.sum())
+    assert cells_of(counts, widest, prompt_width).sum() == cheapest[len(counts)]
+    cost = {number: cells + 256 * number for number, cells in cheapest.items()}
+    best = [number for number in cost if cost[number] == min(cost.values())]
+    assert len(counts) in best or min(best) > num_micro_batches, "a pass counts for more only where there are too few"
+
+
+@given(
+    counts=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    data=st.data(),
+)
+@settings(max_examples=100, deadline=None)
+def test_joined_rows_keep_every_row_and_its_rank_in_length(counts, data):
+    num_rows = sum(counts)
+    lengths = data.draw(st.lists(st.sampled_from([0, 0, 1, 5, 9]), min_size=num_rows, max_size=num_rows))
+    parts = joined_rows(lengths, counts)
+    assert [len(part) for part in parts] == counts
+    assert sorted(row for part in parts for row in part) == list(range(num_rows))
+    real = [lengths[row] for part in parts for row in part if lengths[row]]
+    assert real == sorted(real, reverse=True)
+    num_real = len(real)
+    if num_real >= len(counts):
+        assert all(any(lengths[row] for row in part) for part in parts), "a clip ratio needs a token"
+
+
+def test_a_joined_window_begins_with_the_micro_batches_that_have_no_rows():
+    batches = make_batches([2, 3, 1, 2], [60, 5, 4, 3], 4)
+    seen = []
+
+    def gather(tensor):
+        seen.append(tensor)
+        return torch.cat([tensor, torch.tensor([[3, 4, 4, 60, 3]])])  # and another rank's
+
+    places = dealt_window(batches, gather=gather)
+    assert [len(rows) for rows in places] == [0, 0, 1, 3]
+    assert seen[0].tolist() == [[3, 60, 5, 4, 3]], "the prompts' width, and the lengths"
+    empty, joined = (deal(batches, index, places[index]) for index in (0, 3))
+    assert empty["completion_ids"].shape == (0, 60) and empty["num_items_in_batch"] == 72
+    assert cut(joined)["completion_ids"].shape == (3, 5) and joined["advantages"].tolist() == [1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------------------- cutting
