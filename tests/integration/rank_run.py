@@ -24,8 +24,11 @@ def main(folder: Path, overrides: dict) -> None:
     torch.set_num_threads(1)
     decoded = []
 
+    calls = []
+
     def reward(completions, **kwargs):
-        if overrides.get("fails_on_rank") == trainer.accelerator.process_index:
+        calls.append(len(completions))
+        if overrides.get("fails_on_rank") == trainer.accelerator.process_index and len(calls) > 1:
             raise ValueError("this rank's verifier is down")
         return length_reward(completions)
 

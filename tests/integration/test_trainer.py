@@ -318,8 +318,24 @@ def test_a_failing_reward_costs_its_rollout_only(tmp_path):
     assert trainer.ledger()["groups"]["trained"] == 6
 
 
-def test_a_verifier_that_always_fails_fills_the_batch_and_goes_on(tmp_path, caplog):
-    def broken(**kwargs):
+def test_a_verifier_that_has_never_worked_ends_the_run(tmp_path):
+    def broken(completions, solution, **kwargs):
+        raise KeyError("solution")
+
+    dataset = make_dataset().add_column("solution", ["1"] * 32)
+    trainer = make_trainer(tmp_path, broken, engine=PreparedEngine(16), dataset=dataset, num_segments=2, max_steps=9)
+    with pytest.raises(RuntimeError, match="`broken` has failed on the first 64 rollouts"):
+        trainer.train()
+    assert trainer.state.global_step < 5
+
+
+def test_a_verifier_that_fails_from_then_on_fills_the_batch_and_goes_on(tmp_path, caplog):
+    calls = []
+
+    def broken(completions, **kwargs):
+        calls.append(len(completions))
+        if len(calls) == 1:
+            return [0.0] * len(completions)
         raise RuntimeError("no service")
 
     trainer = make_trainer(tmp_path, broken, engine=PreparedEngine(16), num_segments=2, max_steps=1)

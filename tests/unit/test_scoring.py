@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from trl_ulorl.rollout.pool import Finish, Rollout, Segment
-from trl_ulorl.rollout.scoring import MAX_WARNINGS, RewardInput, RewardScorer, RewardSource
+from trl_ulorl.rollout.scoring import MAX_FIRST_FAILURES, MAX_WARNINGS, RewardInput, RewardScorer, RewardSource
 
 TIMEOUT = 20  # seconds after which something hangs
 
@@ -260,6 +260,30 @@ def test_one_text_among_numbers_costs_one_rollout():
     score(items, reward)
     assert rewards(items) == [[1.0], [None], [1.0], [1.0]]
     assert failed(items) == [False, True, False, False]
+
+
+@pytest.mark.parametrize("works_at_first", [False, True])
+def test_a_function_that_never_works_ends_the_run_and_one_that_worked_does_not(works_at_first):
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(len(completions))
+        if works_at_first and len(calls) == 1:
+            return [1.0] * len(completions)
+        raise KeyError("solution")
+
+    scorer = score(make_items(["x"]), reward) if works_at_first else score([], reward)
+    for item in make_items(["x"] * (MAX_FIRST_FAILURES - 1)):
+        scorer.submit(item)
+    wait(scorer)
+    scorer.submit(make_items(["x"])[0])
+    if works_at_first:
+        wait(scorer)
+        assert scorer.num_failures == {"reward": MAX_FIRST_FAILURES}
+        return
+    with pytest.raises(RuntimeError, match=f"failed on the first {MAX_FIRST_FAILURES} rollouts.*KeyError") as caught:
+        wait(scorer)
+    assert isinstance(caught.value.__cause__, KeyError), "its traceback names the line"
 
 
 def test_warnings_end_and_counting_goes_on(caplog):

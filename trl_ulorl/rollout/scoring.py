@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 SLOW_SECONDS = 300  # of waiting for rewards before it is said
 MAX_WARNINGS = 10  # per reward function; further failures are counted only
+# Rollouts on which a reward function may fail before it has given a single reward: then it is the function, or what it
+# is called with, and no step would have a gradient.
+MAX_FIRST_FAILURES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class RewardScorer:
         self._get_trainer_state = get_trainer_state
         self._truncated_is_wrong = truncated_is_wrong
         self.num_failures: Counter[str] = Counter()
+        self._has_worked: set[str] = set()  # names of functions that gave a reward
         self._loop = asyncio.new_event_loop()
         self._inbox: asyncio.Queue[tuple[RewardInput, Future[None]]] = asyncio.Queue()
         self._open: list[Future[None]] = []
@@ -174,9 +178,15 @@ class RewardScorer:
         """Call once for all items; where that fails, by group and then by rollout, until the bad ones are isolated."""
         try:
             return await self._call(source, items)
-        except BaseException as error:  # noqa: BLE001 - `sys.exit` and math-verify's timeout too: the thread serves on
+        except BaseException as error:  # `sys.exit` and math-verify's timeout too: the thread serves on
             if len(items) == 1:
                 self._count_failure(source, items[0], error)
+                if source.name not in self._has_worked and self.num_failures[source.name] >= MAX_FIRST_FAILURES:
+                    raise RuntimeError(
+                        f"Reward function `{source.name}` has failed on the first {self.num_failures[source.name]} rollouts, "
+                        f"every time it was called ({type(error).__name__}: {error}; its traceback is above), so nothing "
+                        "would be learnt. Correct it, or what it is called with, and start again or resume."
+                    ) from error
                 return [_Score(has_failed=True)]
         parts = [list(part) for _, part in groupby(items, key=lambda item: item.rollout.group_id)]
         if len(parts) == 1:
@@ -210,6 +220,7 @@ class RewardScorer:
             raise ValueError(f"it returned {len(values)} rewards for {len(items)} completions")
         for score, value in zip(scores, values, strict=True):
             score.value = value if math.isfinite(value) else math.nan
+        self._has_worked.add(source.name)
         return scores
 
     def _count_failure(self, source: RewardSource, item: RewardInput, error: BaseException) -> None:
