@@ -15,8 +15,8 @@ MEASURED = runs.ROOT / "outputs" / "bench" / "rollout_speed.json"
 PAPER = {"segments_1": 1.0, "segments_2": 1240 / 774, "segments_4": 1240 / 601}
 
 
-def rows(arms: dict[str, dict[str, float]]) -> list[tuple[str, float, float | None]]:
-    """Return each arm with how many times as fast a step is as with one segment, here and in the paper.
+def rows(arms: dict[str, dict[str, float]]) -> list[tuple[str, float, float, float | None]]:
+    """Return each arm with how many times as fast its rollout phase and its step are as with one segment, and the paper's.
 
     Raises:
         ValueError: If the measurement has no arm with one segment.
@@ -25,8 +25,9 @@ def rows(arms: dict[str, dict[str, float]]) -> list[tuple[str, float, float | No
         raise ValueError(
             f"the arms ({', '.join(arms)}) lack `segments_1`: measure it with `rollout_speed.py --arms …`"
         )
-    base = arms["segments_1"]["completions_per_second_step"]
-    return [(name, arm["completions_per_second_step"] / base, PAPER.get(name)) for name, arm in arms.items()]
+    phases = ("completions_per_second_rollout", "completions_per_second_step")
+    one = arms["segments_1"]
+    return [(name, *(arm[phase] / one[phase] for phase in phases), PAPER.get(name)) for name, arm in arms.items()]
 
 
 def main() -> int:
@@ -44,9 +45,11 @@ def main() -> int:
     except (ValueError, KeyError) as error:
         sys.stderr.write(f"table1_speed.py: {path}: {error}\n")
         return 2
-    print("| arm | steps per time, against 1 segment | the paper's |\n|---|---|---|")
-    for name, here, there in table:
-        print(f"| {name} | {here:.2f} | {'' if there is None else f'{there:.2f}'} |")
+    print(
+        "| arm | speed of the rollout phase, against 1 segment | of the step | the paper's step |\n|---|---|---|---|"
+    )
+    for name, rollout, step, there in table:
+        print(f"| {name} | {rollout:.2f} | {step:.2f} | {'' if there is None else f'{there:.2f}'} |")
     return 0
 
 

@@ -204,8 +204,9 @@ def test_on_policy_shares(paper, runs, tmp_path):
 
 def test_table_1_is_read_from_the_speed_benchmark(paper):
     table1 = paper("table1_speed")
-    arms = {"segments_1": {"completions_per_second_step": 10.0}, "segments_4": {"completions_per_second_step": 15.0}}
-    assert table1.rows(arms) == [("segments_1", 1.0, 1.0), ("segments_4", 1.5, pytest.approx(2.063, abs=1e-3))]
+    phases = ("completions_per_second_rollout", "completions_per_second_step")
+    arms = {"segments_1": dict.fromkeys(phases, 10.0), "segments_4": {phases[0]: 20.0, phases[1]: 15.0}}
+    assert table1.rows(arms) == [("segments_1", 1, 1, 1), ("segments_4", 2, 1.5, pytest.approx(2.063, abs=1e-3))]
     with pytest.raises(ValueError, match="lack `segments_1`"):
         table1.rows({"trl": arms["segments_1"]})
 
