@@ -208,6 +208,19 @@ def test_plan_on_a_measured_engine(tmp_path, monkeypatch):
     assert plan["parameters"]["prefill_seconds"] == 0.5
 
 
+def test_a_decode_step_is_measured_again_when_something_held_up_the_shorter_runs(monkeypatch):
+    monkeypatch.setattr(measure, "_SIZES", (1,))
+    held_up = [9.0] * (2 * measure._REPEATS)  # the first use of the shape, and the first try of the shorter runs
+
+    def run(size, context, num_steps):
+        extra = held_up.pop() if held_up and num_steps <= 4 else 0.0
+        return 0.1 + 0.01 * num_steps + extra
+
+    probe = measure._Probe(None, 20)
+    monkeypatch.setattr(probe, "_run", run)
+    assert probe.decode_curve(8, 4) == {1: pytest.approx(0.01)}
+
+
 # --- the command and its documentation --------------------------------------------------------------------------------
 
 
