@@ -65,6 +65,18 @@ def test_a_reward_that_raises_on_one_rank_does_not_stop_the_other(tmp_path):
     assert ranks[0]["ledger"]["groups"]["set_aside"] + ranks[0]["history"][-2]["rollout/filled_groups"] > 0
 
 
+def without_and_with(option, tmp_path, **settings):
+    """Return what rank 0 ended with, by whether an option was set."""
+    runs = {}
+    for is_set in (False, True):
+        folder = tmp_path / str(is_set)
+        folder.mkdir()
+        ranks = run_two_ranks(folder, **{option: is_set}, **settings)
+        assert_ranks_agree(*ranks)
+        runs[is_set] = ranks[0]
+    return runs
+
+
 def test_each_rank_cuts_its_own_micro_batches(tmp_path):
     """Widths differ between ranks, and TRL's metrics are still gathered; the update is the one of padded batches."""
     settings = {
@@ -77,13 +89,7 @@ def test_each_rank_cuts_its_own_micro_batches(tmp_path):
         "learning_rate": 0.1,
         "num_iterations": 2,
     }
-    runs = {}
-    for leaves_padding in (False, True):
-        folder = tmp_path / str(leaves_padding)
-        folder.mkdir()
-        ranks = run_two_ranks(folder, leaves_padding=leaves_padding, **settings)
-        assert_ranks_agree(*ranks)
-        runs[leaves_padding] = ranks[0]
+    runs = without_and_with("leaves_padding", tmp_path, **settings)
     assert runs[False]["parameters"] == pytest.approx(runs[True]["parameters"], rel=1e-5, abs=1e-5)
     for without, padded in zip(runs[False]["history"][:2], runs[True]["history"][:2], strict=True):
         assert 1 <= without["rollout/padding_ratio"] < 0.9 * without["rollout/padding_ratio_uncut"]
@@ -94,13 +100,7 @@ def test_each_rank_cuts_its_own_micro_batches(tmp_path):
 def test_ranks_join_the_same_numbers_of_rows(tmp_path):
     settings = {"num_segments": 2, "max_inflight_groups": 8, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1}
     settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
-    runs = {}
-    for joins in (False, True):
-        folder = tmp_path / str(joins)
-        folder.mkdir()
-        ranks = run_two_ranks(folder, dynamic_micro_batches=joins, **settings)
-        assert_ranks_agree(*ranks)
-        runs[joins] = ranks[0]
+    runs = without_and_with("dynamic_micro_batches", tmp_path, **settings)
     assert runs[True]["parameters"] == pytest.approx(runs[False]["parameters"], rel=1e-5, abs=1e-5)
     assert runs[True]["ledger"] == runs[False]["ledger"]
 
