@@ -115,8 +115,6 @@ def _build_trainer(options: argparse.Namespace, folder: str) -> UloRLTrainer:
     from ..trainer import UloRLTrainer
     from .training import model_init_kwargs, parse
 
-    if options.config is not None and not options.config.is_file():
-        raise ValueError(f"There is no file {str(options.config)!r}: check `--config`.")
     data, args, model_args = parse(_arguments(options, folder))
     model_name = options.model or model_args.model_name_or_path or str(embedded_model_path())
     check_model_folder(model_name)

@@ -91,9 +91,6 @@ def parse_recipe(
     from ..config import UloRLConfig
     from .training import parse
 
-    if not path.is_file():
-        raise ValueError(f"There is no file {str(path)!r}: check `--config`.")
-
     class PlannedConfig(UloRLConfig):
         """The configuration, whose process group is not there yet."""
 
