@@ -9,6 +9,7 @@ completions on the right.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -72,8 +73,7 @@ def window_slots(step: int, *, window_start: int, window_length: int, num_slots:
 def dealt_rows(lengths: Sequence[int], num_micro_batches: int) -> list[list[int]]:
     """Deal rows to micro-batches of equal size by length, the longest first.
 
-    A micro-batch that is too large for the memory thus fails at once. Rows without a token, which fit anywhere, are
-    spread evenly: a micro-batch of nothing else has no clip ratio or entropy to report.
+    A micro-batch that is too large for the memory thus fails at once.
 
     Args:
         lengths: Length of each row in tokens.
@@ -86,12 +86,7 @@ def dealt_rows(lengths: Sequence[int], num_micro_batches: int) -> list[list[int]
         >>> dealt_rows([3, 9, 0, 8, 4, 0], 2)
         [[1, 3, 5], [4, 0, 2]]
     """
-    size = len(lengths) // num_micro_batches
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    empty = [row for row in order if lengths[row] == 0]
-    parts = [empty[index::num_micro_batches] for index in reversed(range(num_micro_batches))]  # the last get one more
-    longest_first = iter(order)
-    return [[*islice(longest_first, size - len(part)), *part] for part in parts]
+    return joined_rows(lengths, [len(lengths) // num_micro_batches] * num_micro_batches)
 
 
 def joined_counts(lengths: ArrayLike, num_micro_batches: int, *, prompt_width: int) -> list[int]:
@@ -140,7 +135,8 @@ def joined_counts(lengths: ArrayLike, num_micro_batches: int, *, prompt_width: i
 def joined_rows(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
     """Deal rows by length, the longest first, to micro-batches of given sizes.
 
-    Rows without a token are spread as in `dealt_rows`, as far as there are others for each micro-batch.
+    Rows without a token, which fit anywhere, are spread evenly, as far as each micro-batch has room for another row too: one
+    of nothing else has no clip ratio or entropy to report.
 
     Args:
         lengths: Length of each row in tokens.
@@ -154,20 +150,15 @@ def joined_rows(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]
         [[1], [3], [4, 0, 2, 5]]
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    empty = [row for row in order if lengths[row] == 0]
-    longest_first = iter(order[: len(order) - len(empty)])
-    num_empty = [0] * len(counts)
-    left = len(empty)
-    for room in (1, 0):  # a place for another row in each, unless there are not enough others
-        for index in reversed(range(len(counts))):
-            more = min(left, counts[index] - room - num_empty[index])
-            num_empty[index] += more
-            left -= more
-    spread = iter(empty)
-    return [
-        [*islice(longest_first, count - number), *islice(spread, number)]
-        for count, number in zip(counts, num_empty, strict=True)
-    ]
+    empty = deque(row for row in order if lengths[row] == 0)
+    parts: list[list[int]] = [[] for _ in counts]
+    for others in (1, 0):  # a place for another row in each, unless there are not enough others
+        while empty and any(len(part) < count - others for part, count in zip(parts, counts, strict=True)):
+            for part, count in reversed(list(zip(parts, counts, strict=True))):
+                if empty and len(part) < count - others:
+                    part.append(empty.popleft())
+    longest_first = iter(order)
+    return [[*islice(longest_first, count - len(part)), *part] for part, count in zip(parts, counts, strict=True)]
 
 
 def dealt_window(
