@@ -96,7 +96,8 @@ def explain_batch_size(config: UloRLConfig, error: ValueError) -> None:
 
 def check_numbers(config: UloRLConfig) -> None:
     """Refuse texts where numbers are needed, and weights that no sum can hold."""
-    for name in ("temperature", "top_p", "epsilon", "beta", "learning_rate", "weight_decay", "max_grad_norm"):
+    optimizer = ("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
+    for name in ("temperature", "top_p", "epsilon", "beta", *optimizer):
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"`{name}` ({value!r}) must be a number.")  # noqa: TRY004 - as all bad fields
@@ -106,7 +107,7 @@ def check_numbers(config: UloRLConfig) -> None:
 
 
 def check_optimizer(config: UloRLConfig) -> None:
-    """Refuse what the optimizer would only when training begins, and a run whose length is not what it seems."""
+    """Refuse numbers that the optimizer would only when training begins, and a run whose length is not what it seems."""
     for name, most, reason in (
         ("learning_rate", math.inf, "the step along the gradient"),
         ("weight_decay", math.inf, "the pull towards zero"),
@@ -116,7 +117,7 @@ def check_optimizer(config: UloRLConfig) -> None:
         ("adam_epsilon", math.inf, "what is added to a root"),
     ):
         value = getattr(config, name)
-        if isinstance(value, int | float) and not 0 <= value < most:
+        if not 0 <= value < most:
             bounds = "finite and not negative" if most == math.inf else f"in [0, {most:g})"
             raise ValueError(f"`{name}` ({value!r}) must be {bounds}: it is {reason}. Correct it, or leave it out.")
     if config.max_steps == 0 or config.max_steps < -1:
