@@ -88,7 +88,7 @@ TARGETS = {  # measured figure, at least (+) or at most (-)
     "segments_4 rollout / trl": (+1, 1.40),
     "segments_4 rollout / planner's": (+1, 0.90),
     "continuous rollout / planner's": (+1, 0.90),
-    "largest deviation from the planner": (-1, 0.15),
+    "largest deviation of the decoding from the planner": (-1, 0.15),
     "continuous rollout / segments_4": (+1, 1.15),
     "continuous occupancy": (+1, 0.95),
     "best whole step / trl": (+1, 2.00),
@@ -241,6 +241,7 @@ class Worker:
         trainer._get_per_token_logps_and_entropies = self._counted(trainer._get_per_token_logps_and_entropies)
         trainer.vllm_generation.sync_weights = self._timed("sync_seconds", trainer.vllm_generation.sync_weights)
         if self.is_stock:
+            trainer.vllm_generation.generate = self._timed("generate_seconds", trainer.vllm_generation.generate)
             return
         # What is ours outside of `collect`, whose own bookkeeping the report has. The time in vLLM's stream, in the
         # reward and in TRL's methods is not ours.
@@ -294,6 +295,7 @@ class Worker:
             block["decoded_tokens"] += sum(lengths)
             block["busy_steps"] += sum(lengths)
             block["slot_steps"] += len(lengths) * max(lengths)
+            block["decode_seconds"] = block["generate_seconds"] + block["sync_seconds"]
             return
         report = self.trainer._collector.report
         completed = [rollout.num_tokens for group in report.completed for rollout in group.rollouts]
@@ -530,21 +532,23 @@ def running(names: list[str], setting: Setting, seed: int) -> Iterator[list[Arm]
 def measure(names: list[str], setting: Setting, *, num_steps: int, seed: int, with_accuracy: bool) -> dict[str, Any]:
     """Return everything that is measured under a setting."""
     blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    engine: list[dict[str, Any]] = []
+    probes: list[dict[str, Any]] = []  # one before each block, and one after the last
     with running(names, setting, seed) as arms:
         probe = next((arm for arm in arms if arm.name != "trl"), None)
         num_blocks = max(1, round(num_steps / BLOCK_STEPS))
         for index in range(num_blocks):
-            if probe is not None:
-                engine.append(probe.ask({"curve": True}))
             for arm in arms if index % 2 == 0 else reversed(arms):
+                if probe is not None:
+                    probes.append(probe.ask({"curve": True}))
                 block = arm.ask({"steps": min(BLOCK_STEPS, num_steps)})
-                blocks[arm.name].append(block)
+                blocks[arm.name].append({**block, "index": len(probes) - 1})
                 rates = (block["trained_completions"] / block[key] for key in ("rollout_seconds", "seconds"))
                 note(
                     f"block {index + 1}/{num_blocks} {arm.name}: {{:.0f}} completions/s in the rollout, {{:.0f}} in the "
                     "whole step".format(*rates)
                 )
+        if probe is not None:
+            probes.append(probe.ask({"curve": True}))
         accuracy = learn([arm for arm in arms if arm.name in KEY_ARMS]) if with_accuracy else {}
     result = {
         "setting": asdict(setting),
@@ -555,8 +559,8 @@ def measure(names: list[str], setting: Setting, *, num_steps: int, seed: int, wi
         ),
         "accuracy": accuracy,
     }
-    if engine:
-        result |= planned(result["arms"], blocks, engine, setting)
+    if probes:
+        result |= planned(result["arms"], blocks, probes, setting)
     return result
 
 
@@ -582,11 +586,11 @@ def summary(blocks: list[dict[str, Any]]) -> dict[str, Any]:
     total: defaultdict[str, float] = defaultdict(float)
     for block in blocks:
         for name, value in block.items():
-            if name != "lengths":
+            if name not in ("lengths", "index"):
                 total[name] = max(total[name], value) if name == "age_max" else total[name] + value
     completions = total["trained_completions"]
     values: dict[str, Any] = {}
-    for phase, key in (("rollout", "rollout_seconds"), ("step", "seconds")):
+    for phase, key in (("decode", "decode_seconds"), ("rollout", "rollout_seconds"), ("step", "seconds")):
         speeds = [block["trained_completions"] / block[key] for block in blocks]
         values[f"completions_per_second_{phase}"] = float(np.median(speeds))
         values[f"completions_per_second_{phase}_quartiles"] = np.percentile(speeds, [25, 75]).tolist()
@@ -631,35 +635,42 @@ def length_summary(lengths: list[int]) -> dict[str, Any]:
 
 
 def planned(
-    arms: dict[str, Any], blocks: dict[str, list[dict[str, Any]]], engine: list[dict[str, Any]], setting: Setting
+    arms: dict[str, Any], blocks: dict[str, list[dict[str, Any]]], probes: list[dict[str, Any]], setting: Setting
 ) -> dict[str, Any]:
     """Return the decode curve and what the planner makes of it and of the lengths, beside what was measured.
 
-    The engine is probed before every round of blocks, and a block is held against what the planner makes of the probe of
-    its round: a machine that is slower for a minute slows both.
+    The engine is probed between blocks, and a block is held against what the planner makes of the probes before and after
+    it: a machine that is slower for a minute slows both. What the planner plans is the decoding, so two figures are held
+    against it: the decoding's speed, with the loading of the weights, and that of the whole rollout phase.
     """
     from trl_ulorl.planner import standard_arms
 
-    curve = {
-        int(size): float(np.median([part["decode_curve"][size] for part in engine]))
-        for size in engine[0]["decode_curve"]
-    }
-    median = {name: float(np.median([part[name] for part in engine])) for name in engine[0] if name != "decode_curve"}
     # Groups as they were trained on: rollouts of one prompt are alike in length, which is what one-shot decoding waits for.
     lengths = np.array([length for parts in blocks.values() for part in parts for length in part["lengths"]])
     standard = standard_arms(groups_per_batch=setting.groups, num_generations=GENERATIONS)
     plans = {}
     for name in arms:
         schedule = standard["continuous_2x" if name == "continuous" else name]
-        rounds = [plan_of(schedule, lengths, probe, setting) for probe in engine]
-        measured = arms[name]["completions_per_second_rollout_blocks"]
-        over = [speed / plan["completions_per_second_rollout"] for speed, plan in zip(measured, rounds, strict=True)]
-        plans[name] = {key: float(np.median([plan[key] for plan in rounds])) for key in rounds[0]}
-        plans[name]["measured_over_predicted"] = float(np.median(over))
+        around = [averaged(probes[block["index"] : block["index"] + 2]) for block in blocks[name]]
+        parts = [plan_of(schedule, lengths, probe, setting) for probe in around]
+        plans[name] = {key: float(np.median([plan[key] for plan in parts])) for key in parts[0]}
+        for phase in ("decode", "rollout"):
+            over = [
+                speed / plan["completions_per_second"]
+                for speed, plan in zip(arms[name][f"completions_per_second_{phase}_blocks"], parts, strict=True)
+            ]
+            plans[name][f"measured_{phase}_over_predicted"] = float(np.median(over))
+    engine = averaged(probes, np.median)
+    return {"decode_curve": engine.pop("decode_curve"), "engine": engine, "planner": plans}
+
+
+def averaged(probes: list[dict[str, Any]], average: Callable[..., Any] = np.mean) -> dict[str, Any]:
+    """Return the average of probes, figure by figure."""
+    curves = [probe["decode_curve"] for probe in probes]
+    figures = {name: float(average([probe[name] for probe in probes])) for name in probes[0] if name != "decode_curve"}
     return {
-        "decode_curve": curve,
-        "engine": median,
-        "planner": plans,
+        **figures,
+        "decode_curve": {int(size): float(average([curve[size] for curve in curves])) for size in curves[0]},
     }
 
 
@@ -677,14 +688,14 @@ def plan_of(
         max_completion_length=setting.max_completion_length,
         groups_per_batch=setting.groups,
         num_generations=GENERATIONS,
-        decode_time=curve_decode_time({int(size): seconds for size, seconds in probe["decode_curve"].items()}),
+        decode_time=curve_decode_time(probe["decode_curve"]),
         prefill_seconds=probe["prefill_seconds"],
         prompt_length=round(probe["prompt_length"] + request_tokens),
     )
     # It plans the decoding; loading the weights into vLLM is what it leaves out and what was measured beside it.
     seconds = figures.rollout_seconds + probe["sync_seconds"]
     return {
-        "completions_per_second_rollout": setting.groups * GENERATIONS / seconds,
+        "completions_per_second": setting.groups * GENERATIONS / seconds,
         "occupancy": figures.occupancy,
         "age_mean": figures.age_mean,
         "prefill_frac": figures.prefill_seconds / seconds,
@@ -711,12 +722,14 @@ def check(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     segments, continuous = "segments_4", "continuous"
     judge("segments_4 rollout / trl", (segments, "trl"), lambda: paired_ratio(arms, segments, "trl", "rollout"))
-    judge("segments_4 rollout / planner's", (segments,), lambda: plans[segments]["measured_over_predicted"])
-    judge("continuous rollout / planner's", (continuous,), lambda: plans[continuous]["measured_over_predicted"])
+    judge("segments_4 rollout / planner's", (segments,), lambda: plans[segments]["measured_rollout_over_predicted"])
     judge(
-        "largest deviation from the planner",
+        "continuous rollout / planner's", (continuous,), lambda: plans[continuous]["measured_rollout_over_predicted"]
+    )
+    judge(
+        "largest deviation of the decoding from the planner",
         (segments,),
-        lambda: max(abs(plan["measured_over_predicted"] - 1) for plan in plans.values()),
+        lambda: max(abs(plan["measured_decode_over_predicted"] - 1) for plan in plans.values()),
     )
     judge(
         "continuous rollout / segments_4",
@@ -755,8 +768,9 @@ def print_tables(name: str, result: dict[str, Any]) -> None:
         "rollout/s": lambda _, a: f"{a['completions_per_second_rollout']:.0f}",
         "quartiles": lambda _, a: "{:.0f}-{:.0f}".format(*a["completions_per_second_rollout_quartiles"]),
         "x trl": lambda n, _: ratio(result, n, "rollout"),
+        "decode/s": lambda _, a: f"{a['completions_per_second_decode']:.0f}",
         "planner": lambda n, _: (
-            f"{result['planner'][n]['completions_per_second_rollout']:.0f}" if "planner" in result else "-"
+            f"{result['planner'][n]['completions_per_second']:.0f}" if "planner" in result else "-"
         ),
         "step/s": lambda _, a: f"{a['completions_per_second_step']:.0f}",
         "x trl ": lambda n, _: ratio(result, n, "step"),
@@ -775,10 +789,11 @@ def print_tables(name: str, result: dict[str, Any]) -> None:
     for arm, figures in result["arms"].items():
         print(f"{arm:14}" + "".join(f"{cell(arm, figures):>11}" for cell in columns.values()))
     print(
-        "rollout/s, step/s: trained completions per second of the rollout phase and of the whole step. planner: predicted"
-        "\nrollout/s. age: versions between sampling and training, mean over tokens. re-prefill: tokens of continued"
-        "\nrollouts computed again per trained token. padding: padded / real tokens of the update. ours: bookkeeping of"
-        "\nthe package / step. trained, decoded: tokens per trained completion (equal once the pools are level)."
+        "rollout/s, decode/s, step/s: trained completions per second of the rollout phase, of its decoding with the loading"
+        "\nof the weights, and of the whole step. planner: predicted decode/s. age: versions between sampling and training, mean"
+        "\nover tokens. re-prefill: tokens of continued rollouts computed again per trained token. padding: padded / real"
+        "\ntokens of the update. ours: bookkeeping of the package / step. trained, decoded: tokens per trained completion"
+        "\n(equal once the pools are level)."
     )
     for arm, points in result["accuracy"].items():
         shown = ", ".join(f"{p['completions']:.0f}: {p['accuracy']:.1%} ± {p['standard_error']:.1%}" for p in points)

@@ -171,7 +171,7 @@ def test_joined_counts_are_the_cheapest_that_fit(size, data):
             if (cells <= bound).all():
                 cheapest[number + 1] = min(cheapest.get(number + 1, np.inf), cells.sum())
     assert cells_of(counts, widest, prompt_width).sum() == cheapest[len(counts)]
-    cost = {number: cells + 256 * number for number, cells in cheapest.items()}
+    cost = {number: cells + 128 * number for number, cells in cheapest.items()}
     best = [number for number in cost if cost[number] == min(cost.values())]
     assert len(counts) in best or min(best) > num_micro_batches, "a pass counts for more only where there are too few"
 

@@ -43,6 +43,7 @@ def block(seconds, lengths):
         "steps": 2.0,
         "seconds": seconds,
         "rollout_seconds": seconds / 2,
+        "decode_seconds": seconds / 4,
         "trained_completions": 4.0,
         "trained_tokens": float(sum(lengths)),
         "decoded_tokens": float(sum(lengths)),
@@ -79,9 +80,38 @@ def test_ratios_pair_the_blocks_of_a_round(bench):
 
 def test_a_target_is_judged_only_if_its_arms_ran(bench):
     fast, slow = bench.summary([block(1.0, [1, 2, 3, 4])]), bench.summary([block(2.0, [1, 2, 3, 4])])
-    plan = {"segments_4": {"measured_over_predicted": 0.8}}
+    plan = {"segments_4": {"measured_rollout_over_predicted": 0.8, "measured_decode_over_predicted": 0.9}}
     targets = bench.check({"arms": {"trl": slow, "segments_4": fast}, "planner": plan})
     assert targets["segments_4 rollout / trl"]["ok"]
     assert not targets["segments_4 rollout / planner's"]["ok"]
-    assert targets["largest deviation from the planner"]["measured"] == pytest.approx(0.2)
+    assert targets["largest deviation of the decoding from the planner"]["measured"] == pytest.approx(0.1)
     assert not [name for name in targets if name.startswith("continuous")]
+
+
+def test_a_block_is_held_against_the_probes_around_it(bench):
+    """An engine whose every decode step takes a second, but two for the second block: what was measured slows with it."""
+
+    def probe(seconds):
+        curve = {str(size): seconds for size in (1, 256)}
+        return {
+            "decode_curve": curve,
+            "prefill_seconds": 1e-9,
+            "request_seconds": 0.0,
+            "sync_seconds": seconds,
+            "prompt_length": 8.0,
+        }
+
+    setting = bench.Setting(groups=1, max_completion_length=8)
+    # One-shot decoding of 8 tokens takes 8 steps, and loading the weights as long as one.
+    blocks = {
+        "trl": [
+            {**block(4 * 9.0 * pace, [8] * 8), "trained_completions": 8.0, "index": index}
+            for index, pace in ((0, 1.0), (2, 2.0))
+        ]
+    }
+    arms = {name: bench.summary(parts) for name, parts in blocks.items()}
+    found = bench.planned(arms, blocks, [probe(pace) for pace in (1.0, 1.0, 2.0, 2.0)], setting)
+    assert found["planner"]["trl"]["measured_decode_over_predicted"] == pytest.approx(1.0, rel=1e-6)
+    assert found["planner"]["trl"]["measured_rollout_over_predicted"] == pytest.approx(0.5, rel=1e-6)
+    assert found["decode_curve"] == {1: 1.5, 256: 1.5}
+    assert found["engine"]["sync_seconds"] == 1.5
