@@ -31,6 +31,8 @@ class RolloutProgress(TrainerCallback):
         """Open the bar."""
         if state.is_world_process_zero:
             self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
+            if state.global_step:
+                self._bar.write(f"Goes on after step {state.global_step}, with the rollouts of its checkpoint.")
             self._bar.write(_COLUMNS)
 
     def on_step_end(

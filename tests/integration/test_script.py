@@ -76,11 +76,15 @@ def test_own_rows_own_reward_and_a_resumed_run(tmp_path):
     run(*common, "--max_steps", "2", cwd=tmp_path)
     whole = load_file(folder / "model.safetensors")
     (folder / "checkpoint-2" / "trainer_state.json").unlink()  # so that the newest whole checkpoint is the first
-    run(*common, "--max_steps", "2", "--resume_from_checkpoint", str(folder / "checkpoint-1"), cwd=tmp_path)
+    output = run(*common, "--max_steps", "2", "--resume_from_checkpoint", str(folder / "checkpoint-1"), cwd=tmp_path)
+    assert "Goes on after step 1, " in output
     resumed = load_file(folder / "model.safetensors")
     assert all((whole[name] == resumed[name]).all() for name in whole)
+    of_two_steps = json.loads((folder / "summary.json").read_text())
     run(*common, "--max_steps", "3", "--resume_from_checkpoint", "True", cwd=tmp_path)
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["train_seconds"] > of_two_steps["train_seconds"], "the time before it was resumed is in it"
 
 
 def test_accelerate_launch_on_two_processes(tmp_path):

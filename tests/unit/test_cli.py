@@ -302,11 +302,17 @@ def test_every_command_has_a_row_in_the_docs():
         (["--model_name_or_path", "MODEL", "--output_dir", "o", "--dataset_name", "rows.jsonl"], "for the questions"),
         (["--model_name_or_path", "MODEL", "--output_dir", "o", "--reward", "verify"], "'module:function'"),
         (["--model_name_or_path", "MODEL", "--output_dir", "o", "--num_segments", "0"], "num_segments"),
+        (["--model_name_or_path", "MODEL", "--num-segmnts", "2"], "--num-segmnts (did you mean num_segments?) 2."),
+        (
+            ["--config", "typo.yaml"],
+            "in the configuration file: max_complet_length (did you mean max_completion_length?).",
+        ),
     ],
 )
 def test_train_explains_bad_input(arguments, remedy, tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text('{"text": "1+1="}\n')
     (tmp_path / "broken.yaml").write_text("output_dir: [unclosed\n")
+    (tmp_path / "typo.yaml").write_text("output_dir: o\nmax_complet_length: 8\n")
     (tmp_path / "list.yaml").write_text("- output_dir\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "weightless").mkdir()

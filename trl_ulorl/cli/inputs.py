@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,31 @@ share = partial(number, least=0, most=1)
 def spellings(name: str) -> tuple[str, str]:
     """Return an option's spelling with underscores, as in training, and with dashes."""
     return name, "--" + name[2:].replace("_", "-")
+
+
+def refuse_unknown(of_file: Sequence[str], of_line: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse what no option takes, with the name that may have been meant.
+
+    Args:
+        of_file: Names in the configuration file.
+        of_line: Words of the command line.
+        known: Names of all options.
+
+    Raises:
+        ValueError: If there is anything.
+    """
+
+    def with_guess(word: str) -> str:
+        name = word.removeprefix("--").partition("=")[0]
+        near = (
+            get_close_matches(name.replace("-", "_"), known, n=1) if word in of_file or word.startswith("--") else []
+        )
+        return f"{word} (did you mean {near[0]}?)" if near else word
+
+    places = [("in the configuration file", of_file), ("on the command line", of_line)]
+    found = [f"{where}: {' '.join(map(with_guess, words))}" for where, words in places if words]
+    if found:
+        raise ValueError(f"No option takes this, {'; '.join(found)}. `trl-ulorl train --help_all` lists all options.")
 
 
 def check_output(path: Path | None) -> None:

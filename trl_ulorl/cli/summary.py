@@ -31,7 +31,7 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
     times = phase_seconds(history, batches_per_step)
     summary: dict[str, Any] = {
         "steps": trainer.state.global_step,
-        "train_seconds": _train_seconds(history, evaluation),
+        "train_seconds": sum(times.values()),  # of a run that was resumed, of all its parts
         "phase_seconds": times,
         "sigma": trainer.args.dmmpts.sigma if isinstance(trainer.args.dmmpts, DMMPTsConfig) else None,
         "entropy_first_third": _mean(entropies[: len(entropies) // 3]),
@@ -79,14 +79,8 @@ def _mean(values: list[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _train_seconds(history: list[dict[str, Any]], evaluation: EvaluationCallback | None) -> float:
-    """Return the wall-clock time of training, without the evaluations made meanwhile."""
-    runtimes = [entry["train_runtime"] for entry in history if "train_runtime" in entry]
-    return float(runtimes[-1]) - (evaluation.seconds if evaluation else 0.0) if runtimes else 0.0
-
-
 def _table(before: EvaluationResult, after: EvaluationResult, k: int) -> list[str]:
-    gain = 100 * (after.accuracy - before.accuracy)
+    gain = round(100 * after.accuracy, 1) - round(100 * before.accuracy, 1)  # of what stands above it
     lines = [
         f"Held-out problems: {len(before.is_correct)}, {k} answers each",
         f"            avg@{k:<3} standard error   truncated   mean length",

@@ -20,7 +20,7 @@ from ..evaluation.problems import as_messages, load_problems, load_rows, with_an
 from ..positions import check_complete, extended_positions
 from ..progress import RolloutProgress
 from ..rollout.state import StateError
-from .inputs import check_config_file, check_model_folder, load_reward, with_use_vllm
+from .inputs import check_config_file, check_model_folder, load_reward, refuse_unknown, with_use_vllm
 from .summary import finish
 from .train import ScriptArguments
 
@@ -69,13 +69,17 @@ def parse(
         config_class: What the training arguments become.
 
     Raises:
-        ValueError: If they contradict each other.
+        ValueError: If one is unknown, or they contradict each other.
     """
     if not torch.accelerator.is_available() and "--use_cpu" not in arguments:
         arguments = [*arguments, "--use_cpu", "true"]
     check_config_file(arguments)
     parser = TrlParser((ScriptArguments, config_class, ModelConfig))  # type: ignore[arg-type]
-    script_args, training_args, model_args = parser.parse_args_and_config(with_use_vllm(arguments))
+    script_args, training_args, model_args, of_file, of_line = parser.parse_args_and_config(
+        with_use_vllm(arguments), return_remaining_strings=True, separate_remaining_strings=True
+    )
+    known = [name for part in (script_args, training_args, model_args) for name in vars(part)]
+    refuse_unknown([name.removeprefix("--") for name in of_file[::2]], of_line, known)
     if script_args.engine not in (None, "vllm" if training_args.use_vllm else "transformers"):
         raise ValueError(
             f"`engine` ({script_args.engine!r}) contradicts `use_vllm` ({training_args.use_vllm}): in a configuration file "

@@ -38,7 +38,6 @@ class EvaluationCallback(TrainerCallback):
     Attributes:
         before: The result before training.
         after: The result after training.
-        seconds: Wall-clock time spent since training began, the evaluation after training left out.
 
     Raises:
         ValueError: If there are no problems, or a number is below 1.
@@ -75,7 +74,6 @@ class EvaluationCallback(TrainerCallback):
         self._path = Path(cast(str, trainer.args.output_dir)) / "held_out_before.json"
         self.before: EvaluationResult | None = None
         self.after: EvaluationResult | None = None
-        self.seconds = 0.0
 
     @property
     def k(self) -> int:
@@ -86,14 +84,12 @@ class EvaluationCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Evaluate before training, or read what a resumed run measured then."""
-        self.seconds = 0.0
         if not self._at_ends:
             return
         if self._is_resumed and self._path.exists():
             self.before = EvaluationResult.from_json(self._path.read_text(encoding="utf-8"))
             return
         self.before = self._evaluate("held-out, before")
-        self.seconds = self.before.seconds
         if state.is_world_process_zero:
             self._path.write_text(self.before.to_json(), encoding="utf-8")
 
@@ -106,8 +102,7 @@ class EvaluationCallback(TrainerCallback):
         if self._at_ends and state.global_step == state.max_steps:
             return  # comes after training
         with _random_numbers_of(args.seed + args.process_index):
-            result = self._evaluate(f"held-out, step {state.global_step}")
-        self.seconds += result.seconds
+            self._evaluate(f"held-out, step {state.global_step}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
