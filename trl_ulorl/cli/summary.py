@@ -80,7 +80,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _table(before: EvaluationResult, after: EvaluationResult, k: int) -> list[str]:
-    gain = round(100 * after.accuracy, 1) - round(100 * before.accuracy, 1)  # of what stands above it
+    gain = 100 * (after.accuracy - before.accuracy)
     lines = [
         f"Held-out problems: {len(before.is_correct)}, {k} answers each",
         f"            avg@{k:<3} standard error   truncated   mean length",
