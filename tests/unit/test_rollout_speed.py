@@ -80,12 +80,31 @@ def test_ratios_pair_the_blocks_of_a_round(bench):
 
 def test_a_target_is_judged_only_if_its_arms_ran(bench):
     fast, slow = bench.summary([block(1.0, [1, 2, 3, 4])]), bench.summary([block(2.0, [1, 2, 3, 4])])
-    plan = {"segments_4": {"measured_rollout_over_predicted": 0.8, "measured_decode_over_predicted": 0.9}}
+    plan = {
+        "segments_4": {
+            "completions_per_second": 1.0,
+            "measured_rollout_over_predicted": 0.8,
+            "measured_decode_over_predicted": 0.9,
+        }
+    }
     targets = bench.check({"arms": {"trl": slow, "segments_4": fast}, "planner": plan})
     assert targets["segments_4 rollout / trl"]["ok"]
     assert not targets["segments_4 rollout / planner's"]["ok"]
     assert targets["largest deviation of the decoding from the planner"]["measured"] == pytest.approx(0.1)
     assert not [name for name in targets if name.startswith("continuous")]
+
+
+@pytest.mark.parametrize(("planned", "bound"), [(1.1, 0.99), (2.0, 1.15)])
+def test_the_continuous_schedule_is_asked_for_what_the_engine_can_give(bench, planned, bound):
+    arms = {name: bench.summary([block(1.0, [1, 2, 3, 4])]) for name in ("segments_4", "continuous")}
+    over = {"measured_rollout_over_predicted": 1.0, "measured_decode_over_predicted": 1.0}
+    plans = {
+        "segments_4": {"completions_per_second": 10.0, **over},
+        "continuous": {"completions_per_second": 10.0 * planned, **over},
+    }
+    target = bench.check({"arms": arms, "planner": plans})["continuous rollout / segments_4"]
+    assert target["target"] == pytest.approx(bound) and target["measured"] == pytest.approx(1.0)
+    assert target["ok"] == (bound < 1)
 
 
 def test_a_block_is_held_against_the_probes_around_it(bench):
