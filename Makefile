@@ -86,7 +86,7 @@ dist: install  ## Build wheel and sdist into dist/, and try the wheel in a fresh
 	PYTHON=$(abspath $(BIN)/python) CONSTRAINTS=$(abspath $(CONSTRAINTS)) .ci/try_wheel dist/*.whl
 
 # All in the environment with vLLM; each runs to its end even if another misses a target.
-bench: install-vllm  ## Run every benchmark in benchmarks/, tens of minutes; results in outputs/bench
+bench: install-vllm  ## Run every benchmark in benchmarks/, one to two hours; results in outputs/bench
 	@status=0; for script in benchmarks/*.py; do echo "== $$script"; $(VLLM_BIN)/python $$script || status=1; done; exit $$status
 
 # In the order of the paper; figures share runs, and a run that is there is not made again.

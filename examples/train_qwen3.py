@@ -16,7 +16,8 @@ Your own data and reward, with rows of `prompt` (or `problem`, `question`) and t
 {"prompt": "What is 3 + 5?", "answer": "8"}; a text becomes a user message where the tokenizer has a chat template:
 
     accelerate launch examples/train_qwen3.py --model_name_or_path Qwen/Qwen3-4B --output_dir outputs/mine \
-        --dataset_name mine.jsonl --reward my_rewards:my_reward
+        --dataset_name mine.jsonl --reward my_rewards:my_reward \
+        --max_completion_length 16384 --num_segments 4 --gradient_accumulation_steps 16
 
 `--resume_from_checkpoint True` goes on from the newest checkpoint in `output_dir`, a path from that one.
 

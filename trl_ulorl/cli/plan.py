@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from .recipe import RecipePlan
 
 _DESCRIPTION = """
-With --config add up what a training configuration's step is and takes in memory. With lengths and an engine simulate the schedules of training, the same code, on a model of your rollout engine, and print speed and price of each:
-TRL's own way, 1, 2, 4 and 8 segments, and the continuous schedule with slots for 1, 2 and 3 batches. Options of training
-may follow --config.
+With --config add up a training step and its memory; options of training may follow. With lengths and an engine simulate the
+schedules that training uses, with its own code, and print the speed and the cost of each: TRL's own way, 1, 2, 4 and 8 segments, and
+the continuous schedule with slots for 1, 2 and 3 batches.
 """
 _EXAMPLE = """
 example: a recipe on GPUs of 80 GB

@@ -19,7 +19,8 @@ every field of UloRLConfig, of TRL's GRPOConfig and of its ModelConfig is an opt
 
 examples:
   trl-ulorl train --config examples/configs/qwen3_4b_32k.yaml
-  trl-ulorl train --model_name_or_path Qwen/Qwen3-4B --dataset_name mine.jsonl --output_dir outputs/mine --push_to_hub True
+  trl-ulorl train --model_name_or_path Qwen/Qwen3-4B --dataset_name mine.jsonl --output_dir outputs/mine --push_to_hub True \
+      --max_completion_length 16384 --num_segments 4 --gradient_accumulation_steps 16
 `--model_name_or_path embedded` is the package's own small model, which needs no download
 """
 

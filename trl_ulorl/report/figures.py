@@ -154,7 +154,7 @@ def _importance(run: Run) -> Chart:
         run,
         "importance",
         "Drift of stale tokens",
-        "How far the policy has moved since the batch's tokens of age above 0 were sampled. POIS takes it for nothing.",
+        "How far the policy has moved since the batch's tokens of age above 0 were sampled. POIS assumes that it is zero.",
         lines,
         "nats; share",
     )
