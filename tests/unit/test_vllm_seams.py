@@ -3,6 +3,7 @@
 import inspect
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_dataset, make_model, make_tokenizer
@@ -100,6 +101,19 @@ def test_memory_is_mapped_around_decoding_only(start, monkeypatch):
     with back_end.awake():
         pass
     assert back_end.llm.calls == []
+
+
+def test_sampling_depends_on_torchs_saved_state_alone(start):
+    """On a GPU vLLM draws the seeds of requests from NumPy's generator, which reward functions use too."""
+    back_end, drawn = start(), []
+    for other in (1, 2):
+        torch.manual_seed(7)
+        np.random.seed(other)
+        with back_end.awake():
+            drawn.append((np.random.random(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
+    with back_end.awake():
+        assert np.random.random() != drawn[0][0], "another round, other samples"
 
 
 def test_positions_are_those_of_the_policy():

@@ -142,15 +142,17 @@ class SegmentVLLM(VLLMGeneration):
         return super().generate(*args, **kwargs)
 
     def _align_generators(self) -> None:
-        """Seed torch alike on the ranks that share an engine.
+        """Seed what vLLM draws samples from: alike on the ranks that share an engine, and by torch's state, which is saved.
 
-        Each of them draws the samples for itself, from torch's generator, which the trainer uses too. After dropout on
-        batches of unequal size they would draw different tokens, and go on with a sequence that is none of theirs.
+        Each of them draws for itself, from the process's generators: torch's on a CPU, on a GPU NumPy's for the seeds of
+        requests. After dropout on batches of unequal size, or a reward function that draws numbers, they would draw
+        different tokens, and go on with a sequence that is none of theirs.
         """
+        seed = [int(torch.randint(2**31, ()))]
         if self.tensor_parallel_size > 1:
-            seed = [int(torch.randint(2**31, ()))]
             torch.distributed.broadcast_object_list(seed, group=self.tp_group, group_src=0)
             torch.manual_seed(seed[0])
+        np.random.seed(seed[0])
 
 
 def _position_overrides(policy_config: Any) -> Callable[[Any], Any]:
