@@ -301,7 +301,7 @@ class Worker:
             block["decode_seconds"] = block["generate_seconds"] + block["sync_seconds"]
             return
         report = self.trainer._collector.report
-        completed = [rollout.num_tokens for group in report.completed for rollout in group.rollouts]
+        completed = [length for group in report.completed for length in group.lengths.tolist()]
         block["lengths"] = (block["lengths"] or []) + completed
         for name in (
             "decoded_tokens",

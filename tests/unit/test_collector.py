@@ -757,6 +757,27 @@ def test_a_failing_rank_stops_the_others(part):
     assert "failed on rank 1 (ValueError: no memory left)" in str(other)
 
 
+def test_a_prompt_that_one_rank_can_not_render_is_an_error_on_all_before_any_decodes():
+    """The others would wait where weights are gathered, and no message would reach them."""
+    decoding = []
+
+    def body(run):
+        tokenize, decode = run.collector._tokenize, run.collector.engine.decode
+
+        def failing(rows):
+            if 3 in rows:
+                raise ValueError("row 3 has no template")
+            return tokenize(rows)
+
+        run.collector._tokenize = failing
+        run.collector.engine.decode = lambda requests: (decoding.append(run.rank), decode(requests))[1]
+        run.step()
+
+    results = run_ranks(2, body, groups_per_batch=4, num_segments=1)
+    assert [str(error) for error in results] == ["row 3 has no template"] * 2
+    assert not decoding
+
+
 def test_an_engine_that_exits_on_one_rank_stops_the_others():
     def body(run):
         if run.rank == 1:

@@ -17,7 +17,14 @@ from trl_ulorl.objective import NUM_STATS, importance_metrics
 from trl_ulorl.rewards import RuleAudit, VerifierReward
 from trl_ulorl.rewards.verify import STAGE_NAMES
 from trl_ulorl.rollout.pool import Finish, Ledger, RolloutGroup, Segment
-from trl_ulorl.rollout.report import StepReport, batch_metrics, completed_metrics, ledger_metrics, step_metrics
+from trl_ulorl.rollout.report import (
+    CompletedGroup,
+    StepReport,
+    batch_metrics,
+    completed_metrics,
+    ledger_metrics,
+    step_metrics,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -102,7 +109,7 @@ def metrics_of_the_rollout():
     return [
         *step_metrics(StepReport()),
         *batch_metrics([group], 1),
-        *completed_metrics([group], 0),
+        *completed_metrics([CompletedGroup.of(group)], 0),
         *ledger_metrics(Ledger().balance(ready=0, unfinished=0, held_tokens=0)),
     ]
 

@@ -31,7 +31,7 @@ from .pool import (
     UnfinishedPool,
 )
 from .prompts import PromptStream
-from .report import StepReport, Work, batch_metrics, completed_metrics, ledger_metrics, step_metrics
+from .report import CompletedGroup, StepReport, Work, batch_metrics, completed_metrics, ledger_metrics, step_metrics
 from .schedule import Schedule, balanced_order
 from .scoring import RewardInput, RewardScorer
 from .selection import has_baseline, is_mixed, settle_rewards
@@ -208,7 +208,6 @@ class ExperienceCollector(ABC):
         for group in self.training:
             self._close(group, Outcome.TRAINED, version)
         self.training = []
-        self.report.completed = []  # their metrics are logged; filtered groups need not stay until the next step
 
     def ledger_balance(self) -> dict[str, dict[str, int]]:
         """Return the ledger over all ranks, checked."""
@@ -297,14 +296,14 @@ class ExperienceCollector(ABC):
 
     def _admit(self, owners: Sequence[int], version: int) -> list[RolloutGroup]:
         """Admit a prompt for each owner, and return the groups that live here."""
-        mine: list[tuple[int, int]] = []
-        for owner, row_index in zip(owners, self.prompts.take(len(owners)), strict=True):
-            group_id = self.ledger.groups["admitted"]
+        rows = self.prompts.take(len(owners))
+        first_id = self.ledger.groups["admitted"]
+        for group_id, (owner, row_index) in enumerate(zip(owners, rows, strict=True), first_id):
             self._tickets[group_id] = Ticket(row_index, version, owner)
-            self.ledger.groups["admitted"] += 1
-            if owner == self._owner:
-                mine.append((group_id, row_index))
-        prompts = self._tokenize([row_index for _, row_index in mine]) if mine else []
+        self.ledger.groups["admitted"] += len(rows)
+        # All of them on every rank, so that one which can't be rendered is an error on all: if its owner alone stopped, the
+        # others would wait for it where weights are gathered.
+        prompts = self._tokenize(rows) if rows else []
         groups = [
             RolloutGroup.start(
                 group_id=group_id,
@@ -314,7 +313,8 @@ class ExperienceCollector(ABC):
                 admitted_version=version,
                 num_generations=self._settings.num_generations,
             )
-            for (group_id, row_index), prompt in zip(mine, prompts, strict=True)
+            for group_id, (owner, row_index, prompt) in enumerate(zip(owners, rows, prompts, strict=True), first_id)
+            if owner == self._owner
         ]
         for group in groups:
             self.unfinished.admit(group)
@@ -369,7 +369,7 @@ class ExperienceCollector(ABC):
         settings = self._settings
         wrong_index = settings.correctness_index if settings.truncated_is_wrong else None
         settle_rewards(group, weights=settings.reward_weights, wrong_index=wrong_index)
-        self.report.completed.append(group)
+        self.report.completed.append(CompletedGroup.of(group))
         if settings.scored_at_batch_time:
             self.ready.add(group)
         elif not has_baseline(group):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .pool import Finish, Outcome, RolloutGroup
 from .selection import is_decided
@@ -26,6 +28,33 @@ class Work:
     num_slots: int
     busy_steps: int
     prefilled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedGroup:
+    """What the metrics read of a group that became complete; the group's tokens may go before they are logged.
+
+    Args:
+        lengths: Tokens of each rollout, shape `(G,)`.
+        is_truncated: Whether it reached the length limit, shape `(G,)`.
+        is_decided: Whether it has any reward, shape `(G,)`.
+        rewards: Of each reward function, shape `(G, F)`.
+    """
+
+    lengths: NDArray[np.int64]
+    is_truncated: NDArray[np.bool_]
+    is_decided: NDArray[np.bool_]
+    rewards: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, group: RolloutGroup) -> Self:
+        """Read them from a settled group."""
+        return cls(
+            np.array([rollout.num_tokens for rollout in group.rollouts]),
+            np.array([rollout.finish is Finish.LENGTH for rollout in group.rollouts]),
+            is_decided(group),
+            group.rewards,
+        )
 
 
 @dataclass(slots=True)
@@ -56,7 +85,7 @@ class StepReport:
     busy_steps: int = 0
     slot_steps: int = 0
     prefilled_tokens: int = 0
-    completed: list[RolloutGroup] = field(default_factory=list)
+    completed: list[CompletedGroup] = field(default_factory=list)
     fillers: list[tuple[RolloutGroup, Outcome]] = field(default_factory=list)
     num_filled: int = 0
 
@@ -98,18 +127,17 @@ def batch_metrics(batch: Sequence[RolloutGroup], version: int) -> dict[str, floa
     }
 
 
-def completed_metrics(completed: Sequence[RolloutGroup], correctness_index: int) -> dict[str, float]:
+def completed_metrics(completed: Sequence[CompletedGroup], correctness_index: int) -> dict[str, float]:
     """Return accuracy, truncation and lengths of all groups that became complete, before any is filtered."""
     if not completed:
         return {}
-    rollouts = [rollout for group in completed for rollout in group.rollouts]
     metrics = {
-        "rollout/truncated_frac": float(np.mean([rollout.finish is Finish.LENGTH for rollout in rollouts])),
-        "rollout/completed_length_mean": float(np.mean([rollout.num_tokens for rollout in rollouts])),
+        "rollout/truncated_frac": float(np.concatenate([group.is_truncated for group in completed]).mean()),
+        "rollout/completed_length_mean": float(np.concatenate([group.lengths for group in completed]).mean()),
     }
     rewards = np.concatenate([group.rewards for group in completed])
     if rewards.shape[1]:
-        decided = np.concatenate([is_decided(group) for group in completed])
+        decided = np.concatenate([group.is_decided for group in completed])
         metrics["verifier/undecided_frac"] = float(1 - decided.mean())
         correctness = rewards[:, correctness_index]
         if not np.isnan(correctness).all():
