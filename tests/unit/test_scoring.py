@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 
 from trl_ulorl.rollout.pool import Finish, Rollout, Segment
-from trl_ulorl.rollout.scoring import MAX_FIRST_FAILURES, MAX_WARNINGS, RewardInput, RewardScorer, RewardSource
+from trl_ulorl.rollout.scoring import (
+    MAX_FIRST_FAILURES,
+    MAX_ROLLOUTS,
+    MAX_WARNINGS,
+    RewardInput,
+    RewardScorer,
+    RewardSource,
+)
 
 TIMEOUT = 20  # seconds after which something hangs
 
@@ -439,3 +446,32 @@ def test_waiting_for_a_slow_reward_is_said(monkeypatch, caplog):
     scorer.wait()
     assert "a reward function is slow or hangs" in caplog.text
     assert all(item.rollout.rewards.tolist() == [1.0] for item in items)
+
+
+def test_a_backlog_is_scored_in_calls_of_bounded_size():
+    sizes = []
+
+    def length(completions, **_):
+        sizes.append(len(completions))
+        return [float(len(text)) for text in completions]
+
+    items = make_items(["x" * (i % 7) for i in range(2 * MAX_ROLLOUTS + 10)])
+    score(items, length)
+    assert sizes == [MAX_ROLLOUTS, MAX_ROLLOUTS, 10]
+    assert [row[0] for row in rewards(items)] == [float(i % 7) for i in range(len(items))]
+
+
+def test_a_call_under_way_is_not_repeated_when_the_scorer_is_closed():
+    calls, started = [], threading.Event()
+
+    async def slow(completions, **_):
+        calls.append(len(completions))
+        started.set()
+        await asyncio.sleep(TIMEOUT)
+
+    scorer = RewardScorer([RewardSource("slow", slow)])
+    scorer._loop.call_soon_threadsafe(lambda: [scorer.submit(item) for item in make_items("abcd")])
+    assert started.wait(TIMEOUT)
+    scorer.close()
+    scorer._thread.join(TIMEOUT)
+    assert not scorer._thread.is_alive() and calls == [4]

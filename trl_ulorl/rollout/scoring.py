@@ -32,6 +32,7 @@ MAX_WARNINGS = 10  # per reward function; further failures are counted only
 # Rollouts on which a reward function may fail before it has given a single reward: then it is the function, or what it
 # is called with, and no step would have a gradient.
 MAX_FIRST_FAILURES = 64
+MAX_ROLLOUTS = 256  # in a call: their ids are lists there, of 36 bytes a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class RewardScorer:
         self._loop = asyncio.new_event_loop()
         self._inbox: asyncio.Queue[tuple[RewardInput, Future[None]]] = asyncio.Queue()
         self._open: list[Future[None]] = []
+        self._is_closing = False
         # A daemon, so that a reward function that hangs can't keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="trl_ulorl-rewards", daemon=True)
         self._thread.start()
@@ -128,6 +130,7 @@ class RewardScorer:
 
     def close(self) -> None:
         """End the thread; what is under way is given up."""
+        self._is_closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _serve(self) -> None:
@@ -144,7 +147,7 @@ class RewardScorer:
 
     async def _serve_next(self) -> None:
         waiting = [await self._inbox.get()]
-        while not self._inbox.empty():  # one call for all that ended meanwhile
+        while not self._inbox.empty() and len(waiting) < MAX_ROLLOUTS:  # one call for all that ended meanwhile
             waiting.append(self._inbox.get_nowait())
         try:
             await self._score([item for item, _ in waiting])
@@ -179,6 +182,8 @@ class RewardScorer:
         try:
             return await self._call(source, items)
         except BaseException as error:  # `sys.exit` and math-verify's timeout too: the thread serves on
+            if self._is_closing:
+                raise
             if len(items) == 1:
                 self._count_failure(source, items[0], error)
                 if source.name not in self._has_worked and self.num_failures[source.name] >= MAX_FIRST_FAILURES:
