@@ -116,6 +116,8 @@ class ResumableTrainer(GRPOTrainer):
         self._sampler_state = position.sampler
         self._log_file.go_back_to(position.log_bytes)
         self._samples.go_back_to(self.state.global_step)
+        if Path(checkpoint).resolve() == Path(self._checkpoint_folder()).resolve():
+            self._saved_step = self.state.global_step  # weights and optimizer are those that it holds
 
     def _newest_checkpoint(self) -> str:
         """Return the newest whole checkpoint: the main process looks for it."""

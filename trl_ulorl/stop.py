@@ -89,3 +89,5 @@ class StopCallback(TrainerCallback):
             self._request.grant(signal_number)
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
+            # With a limit of 1 the parent would delete what is saved now, if another checkpoint is the best one.
+            args.save_total_limit = None

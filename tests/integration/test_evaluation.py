@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import make_dataset
 from helpers import length_reward, make_trainer, parameters
+from transformers import TrainerCallback
 
 from trl_ulorl.cli import main
 from trl_ulorl.evaluation import EvaluationCallback
@@ -153,6 +155,25 @@ def test_the_callback_before_and_after_training(tmp_path):
     again.on_train_begin(trainer.args, trainer.state, trainer.control)
     assert again.before.to_json() == callback.before.to_json()
     assert np.isfinite(callback.after.accuracy)
+
+
+def test_a_run_that_is_stopped_is_saved_without_evaluating_first(tmp_path, monkeypatch):
+    """Held-out problems at full length take longer than the time between SIGTERM and SIGKILL."""
+    trainer = make_trainer(tmp_path, num_segments=2, max_steps=4, save_strategy="steps", save_steps=100)
+    callback = EvaluationCallback(trainer, make_dataset(6), k=3, reward=length_reward, every_steps=2, at_ends=True)
+    trainer.add_callback(callback)
+
+    class Stopper(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer._stop.signal_number = signal.SIGTERM
+
+    trainer.add_callback(Stopper())
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert trainer.state.global_step == 2 and (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_avg_at_k" in entry] == [0]
+    assert callback.after is None
 
 
 @pytest.mark.parametrize("bad", [{"k": 0}, {"k": 1, "every_steps": 0}, {"k": 1, "problems": make_dataset(0)}])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import make_dataset
 from helpers import make_trainer, parameters
+from transformers import TrainerCallback
 
 from trl_ulorl.checkpoints import is_committed, newest_whole_checkpoint
 from trl_ulorl.rollout import state
@@ -228,6 +229,53 @@ def test_a_stopped_step_replaces_the_rollout_of_its_checkpoint_only(tmp_path):
     resumed = make_trainer(tmp_path, **step_settings(max_inflight_groups=3))
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
     assert_same_run(resumed, whole)
+
+
+def test_a_step_that_is_stopped_after_a_resume_replaces_the_rollout_only_too(tmp_path):
+    """The checkpoint that was resumed stays whole, whenever the time to save is over."""
+    settings = step_settings(max_inflight_groups=3)
+    make_trainer(tmp_path, **{**settings, "max_steps": 2}).train()
+    folder = tmp_path / "run" / "checkpoint-2"
+    weights = (folder / "model.safetensors").stat().st_mtime_ns
+    stopped = make_trainer(tmp_path, **settings)
+    decode = stopped._collector.engine.decode
+
+    def decoding(requests):
+        if not stopped._stop.signal_number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return decode(requests)
+
+    stopped._collector.engine.decode = decoding
+    with pytest.raises(SystemExit):
+        stopped.train(resume_from_checkpoint=str(folder))
+    assert stopped.state.global_step == 2
+    assert is_committed(folder) and (folder / "model.safetensors").stat().st_mtime_ns == weights
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    whole = make_trainer(tmp_path, **settings)
+    whole.train()
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "kept").rename(tmp_path / "run")
+    resumed = make_trainer(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert_same_run(resumed, whole)
+
+
+def test_what_a_stopped_run_saved_outlives_the_limit_of_one_checkpoint(tmp_path):
+    """The parent deletes all but the best one at the end of training."""
+    trainer = make_trainer(tmp_path, save_total_limit=1, **step_settings())
+
+    class Best(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                state.best_model_checkpoint = str(tmp_path / "run" / "checkpoint-1")
+            if state.global_step == 2:
+                trainer._stop.signal_number = signal.SIGTERM
+
+    trainer.callback_handler.callbacks.insert(0, Best())  # before the trainer's own looks for the signal
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    assert trainer.args.save_total_limit == 1
 
 
 def test_a_signal_between_the_batches_of_an_update_waits_for_its_end(tmp_path):

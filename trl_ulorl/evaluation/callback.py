@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -97,7 +98,7 @@ class EvaluationCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Evaluate every few steps."""
-        if self._every_steps is None or state.global_step % self._every_steps:
+        if self._trainer.is_stopping or self._every_steps is None or state.global_step % self._every_steps:
             return
         if self._at_ends and state.global_step == state.max_steps:
             return  # comes after training
@@ -108,7 +109,7 @@ class EvaluationCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Evaluate after training."""
-        if self._at_ends:
+        if self._at_ends and not self._trainer.is_stopping:  # a run that was stopped is not at its end
             self.after = self._evaluate("held-out, after")
 
     def _evaluate(self, name: str) -> EvaluationResult:
@@ -133,13 +134,18 @@ class EvaluationCallback(TrainerCallback):
 
 @contextmanager
 def _random_numbers_of(seed: int) -> Iterator[None]:
-    """Draw torch's random numbers from a seed, and go on with those of before."""
+    """Draw torch's and NumPy's random numbers from a seed, and go on with those of before."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         forked = torch.random.fork_rng(devices=[])
     else:
         index = torch.accelerator.current_device_index()
         forked = torch.random.fork_rng(devices=[index], device_type=accelerator.type)
-    with forked:
-        torch.manual_seed(seed)
-        yield
+    state = np.random.get_state()
+    try:
+        with forked:
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        np.random.set_state(state)
