@@ -58,7 +58,7 @@ $(BIN)/python $(VLLM_BIN)/python:
 
 # One OpenMP thread: so small a model gains little from a second, and loses a lot when another process wants that core.
 demo: $(if $(filter vllm,$(ENGINE)),install-vllm,install)  ## Train the embedded model on the CPU; results in outputs/demo (SEED=42 ENGINE=transformers|vllm LONG=1)
-	OMP_NUM_THREADS=1 $(if $(filter vllm,$(ENGINE)),$(VLLM_ENV) $(VLLM_BIN),$(BIN))/python examples/train_qwen3.py --config $(DEMO_CONFIG) --seed $(SEED) --engine $(ENGINE) --output_dir outputs/demo
+	OMP_NUM_THREADS=1 $(if $(filter vllm,$(ENGINE)),$(VLLM_ENV) $(VLLM_BIN),$(BIN))/python examples/train_qwen3.py --config $(DEMO_CONFIG) --seed $(SEED) --engine $(ENGINE) --use_cpu true --output_dir outputs/demo
 
 # One OpenMP thread per worker: two processes that share two cores run several times slower with more. Slow tests lie side by
 # side, so that a worker which is done takes over from the other.

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import ProcessorMixin
@@ -19,6 +20,18 @@ _SCAN_BATCH = 1000
 _SHORT_MESSAGES = [{"role": "user", "content": "1"}]
 # What reward functions are called with besides the data set's columns.
 _REWARD_KWARGS = {"prompts", "completions", "completion_ids", "completion", "trainer_state", "log_extra", "log_metric"}
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse Apple's GPUs, which have no float64: entropies and statistics are summed in it.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if device.type == "mps":
+        raise ValueError(
+            "`UloRLTrainer` adds up in float64, which Apple's GPUs (MPS) don't have. Set `use_cpu=True` to train on the CPU."
+        )
 
 
 def check_unsupported(

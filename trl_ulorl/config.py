@@ -72,7 +72,8 @@ class UloRLConfig(GRPOConfig):
 
     Defaults that differ from `GRPOConfig`'s are the paper's: `temperature` 0.85 and `lr_scheduler_type` "constant"
     (section 4.1), and `vllm_importance_sampling_correction` False, because it would re-weight tokens of older segments,
-    which is what POIS leaves out on purpose (section 3.1.2). TRL's own defaults for the loss ("dapo"), `beta` (0), the
+    which is what POIS leaves out on purpose (section 3.1.2). `ddp_timeout` is a day instead of half an hour: ranks wait for
+    the longest segment, which may take longer. TRL's own defaults for the loss ("dapo"), `beta` (0), the
     number of generations (8) and the learning rate (1e-6) are the paper's already.
 
     Raises:
@@ -99,6 +100,11 @@ class UloRLConfig(GRPOConfig):
     vllm_importance_sampling_correction: bool = field(
         default=False,
         metadata={"help": "TRL's correction of engine and trainer log-probs; only allowed with one segment."},
+    )
+
+    ddp_timeout: int = field(
+        default=86_400,
+        metadata={"help": "Seconds that ranks wait for each other: one may decode for hours while the others wait."},
     )
 
     # Segment rollout (section 3.1)

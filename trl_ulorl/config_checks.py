@@ -377,6 +377,11 @@ def check_importance(config: UloRLConfig) -> None:
             "log-probabilities of the samples, which segments need. Leave it off."
         )
     if config.vllm_importance_sampling_correction:
+        if config.importance_mode == "sais":
+            raise ValueError(
+                "`importance_mode='sais'` and `vllm_importance_sampling_correction=True` both weigh a token against the policy that "
+                "sampled it, so that the ratio would be squared. Leave the correction off."
+            )
         if config.vllm_importance_sampling_mode.startswith("sequence"):
             raise ValueError(
                 f"`vllm_importance_sampling_mode` ({config.vllm_importance_sampling_mode!r}) sums the log-ratio over a "

@@ -152,13 +152,16 @@ def masked_advantages(
 # those that were lost went beyond both before their accuracy fell, or as it did: docs/evidence.md.
 MAX_STALE_KL = 0.03
 MIN_STALE_ESS = 0.8
+# Of tokens of the current policy. Between bfloat16 engines and trainers it is some thousandths of a nat; a wrong weight or
+# temperature makes it tenths or more.
+MAX_FRESH_KL = 0.1
 TRUNCATION_WINDOW = 10  # steps
 MAX_TRUNCATION_GROWTH = 0.2
 MAX_TRUNCATED = 0.9
 
 
 class Alarms:
-    """Warns before a run is lost: drift of stale tokens, growth of truncation, prompts that are held for long.
+    """Warns before a run is lost: drift of stale tokens, an engine that is off the policy, truncation, held prompts.
 
     Each alarm speaks once and again only after its condition has passed.
 
@@ -177,6 +180,7 @@ class Alarms:
         """Log and return the alarms that a step's metrics raise."""
         found = {
             **(self._drift(metrics) if self._watch_importance else {}),
+            **self._engine_gap(metrics),
             **self._truncation(metrics),
             **self._starvation(metrics),
         }
@@ -195,6 +199,16 @@ class Alarms:
             f"{MAX_STALE_KL}), effective sample size {ess:.2f} (alarm at {MIN_STALE_ESS}). POIS treats them as "
             "on-policy, so the gradient is in doubt. Lower the learning rate, `num_segments` or `max_staleness`, set "
             "`off_policy_mask_threshold`, or try `importance_mode='sais'`."
+        }
+
+    def _engine_gap(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        kl = metrics.get("importance/kl_age_0", 0.0)
+        if kl <= MAX_FRESH_KL:
+            return {}
+        return {
+            "engine": f"Tokens that the current policy sampled do not fit it: KL {kl:.3f} nats per token (alarm at "
+            f"{MAX_FRESH_KL}). Decoding and training disagree on weights, precision or temperature, or the updates on one batch "
+            "move the policy far. Run `trl-ulorl doctor` with this engine; with several updates per batch lower the learning rate."
         }
 
     def _truncation(self, metrics: Mapping[str, float]) -> dict[str, str]:

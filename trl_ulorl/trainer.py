@@ -41,6 +41,7 @@ from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from . import microbatches, model_card
 from .checks import (
+    check_device,
     check_gathering,
     check_joining,
     check_model_limit,
@@ -180,6 +181,7 @@ class UloRLTrainer(ResumableTrainer):
         reward_list = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         reward_list = [func for func in reward_list if func is not None]
         check_unsupported(args, processing_class, tools, rollout_func, environment_factory)
+        check_device(args.device)
         if args.use_vllm:
             check_vllm(model)
         if processing_class is not None:
@@ -223,6 +225,7 @@ class UloRLTrainer(ResumableTrainer):
             args.ranks_per_engine,
         )
         self._saved_step, self._sampler_state = -1, {}
+        self._share_device()
         check_gathering(
             args,
             num_ranks=self.accelerator.num_processes,
@@ -392,6 +395,16 @@ class UloRLTrainer(ResumableTrainer):
             self._decoding_alone(),
         ):
             yield model
+
+    def _share_device(self) -> None:
+        """Make this rank's device the current one of the reward functions' thread: each thread has its own, at first 0."""
+        device = self.accelerator.device
+
+        async def set_device() -> None:
+            torch.accelerator.set_device_index(device)
+
+        if device.type != "cpu" and device.index is not None:
+            self._scorer.run(set_device())
 
     def _decoding_alone(self) -> AbstractContextManager[None]:
         """Let each rank run as many forward passes as it needs, after TRL has gathered ZeRO-3's weights."""
@@ -589,12 +602,14 @@ class UloRLTrainer(ResumableTrainer):
             resume_from_checkpoint = self._newest_checkpoint()
         elif resume_from_checkpoint:
             self._check_committed(resume_from_checkpoint)
-        output = None
+        output, save_total_limit = None, self.args.save_total_limit
         with self._stop.listening(is_enabled=self.args.graceful_stop):
             try:
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
             except RolloutStopped:
                 self._save_stopped_step()
+            finally:
+                self.args.save_total_limit = save_total_limit  # `StopCallback` lifts it
         if self._stop.is_granted:
             self._exit()
         if self._stop.signal_number:  # it came after the last update: nothing is left to stop
@@ -624,6 +639,11 @@ class UloRLTrainer(ResumableTrainer):
             )
         micro_steps = (self.state.max_steps - self.state.global_step) * accumulation - self._step % accumulation
         return math.ceil(micro_steps / self.args.micro_steps_per_batch)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a signal ends the run at the end of this optimizer step."""
+        return self._stop.is_granted
 
     @property
     def rollout_engine(self) -> SegmentEngine:

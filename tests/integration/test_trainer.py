@@ -4,6 +4,7 @@ import asyncio
 import gc
 import inspect
 import json
+import threading
 import weakref
 from collections import Counter
 
@@ -532,3 +533,18 @@ def test_lora_trains_its_adapter_only(tmp_path):
     trainer.train()
     changed = {name for name, value in trainer.model.named_parameters() if not torch.equal(before[name], value)}
     assert changed and all("lora_" in name for name in changed)
+
+
+def test_reward_functions_see_the_device_of_their_rank(tmp_path, monkeypatch):
+    """A thread's current GPU is 0 until it is set, whatever the main thread's is."""
+    trainer, seen = make_trainer(tmp_path), []
+    monkeypatch.setattr(
+        torch.accelerator,
+        "set_device_index",
+        lambda device: seen.append((threading.current_thread().name, device)),
+    )
+    trainer._share_device()
+    assert not seen, "a CPU has none"
+    trainer.accelerator.state.device = torch.device("cuda", 3)
+    trainer._share_device()
+    assert seen == [("trl_ulorl-rewards", torch.device("cuda", 3))]

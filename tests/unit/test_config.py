@@ -34,7 +34,7 @@ ADDED = {
     "graceful_stop",
     "log_rollouts",
 }
-CHANGED = {"temperature", "lr_scheduler_type", "vllm_importance_sampling_correction"}
+CHANGED = {"temperature", "lr_scheduler_type", "vllm_importance_sampling_correction", "ddp_timeout"}
 
 # Batches of two groups of four, which feed one update; 64 tokens in four segments.
 SMALL = {
@@ -77,6 +77,7 @@ def test_defaults(tmp_path):
         "temperature": 0.85,
         "lr_scheduler_type": "constant",
         "vllm_importance_sampling_correction": False,
+        "ddp_timeout": 86_400,
         "num_segments": 8,
         "segment_length": 64,  # GRPO's default of 512 tokens in eight segments
         "decode_batch_size": None,
@@ -555,6 +556,15 @@ REFUSALS = {
     "token correction": (
         {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"},
         ["with `num_segments` (4)", "undoes POIS", "Set it to False", "use `importance_mode='sais'`."],
+    ),
+    "token correction, SAIS": (
+        {
+            "vllm_importance_sampling_correction": True,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "importance_mode": "sais",
+            "num_segments": 1,
+        },
+        ["`importance_mode='sais'`", "the ratio would be squared", "Leave the correction off."],
     ),
     "sequence ratio with DMMPTs": (
         {"importance_sampling_level": "sequence"},

@@ -8,6 +8,7 @@ import torch
 
 from trl_ulorl.config import DMMPTsConfig
 from trl_ulorl.diagnostics import (
+    MAX_FRESH_KL,
     MAX_STALE_KL,
     MAX_TRUNCATED,
     MAX_TRUNCATION_GROWTH,
@@ -87,6 +88,13 @@ def test_alarm_speaks_once_and_again_after_its_condition_has_passed(alarms, capl
 )
 def test_limits_themselves_are_allowed(alarms, at_limit):
     assert alarms.check({**HEALTHY, **at_limit}) == []
+
+
+def test_an_engine_that_does_not_fit_the_policy_is_named():
+    alarms = Alarms(watch_importance=False, max_group_age=16)
+    assert alarms.check({**HEALTHY, "importance/kl_age_0": MAX_FRESH_KL}) == []
+    (text,) = alarms.check({**HEALTHY, "importance/kl_age_0": 0.25})
+    assert "KL 0.250 nats per token (alarm at 0.1)" in text and "trl-ulorl doctor" in text
 
 
 def test_drift_needs_one_of_the_two_only(alarms):
