@@ -8,6 +8,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import runs
 
@@ -15,8 +17,10 @@ MEASURED = runs.ROOT / "outputs" / "bench" / "rollout_speed.json"
 PAPER = {"segments_1": 1.0, "segments_2": 1240 / 774, "segments_4": 1240 / 601}
 
 
-def rows(arms: dict[str, dict[str, float]]) -> list[tuple[str, float, float, float | None]]:
+def rows(arms: dict[str, dict[str, Any]]) -> list[tuple[str, float, float, float | None]]:
     """Return each arm with how many times as fast its rollout phase and its step are as with one segment, and the paper's.
+
+    They are medians over blocks that ran next to each other, as in the benchmark itself: the machine's pace changes.
 
     Raises:
         ValueError: If the measurement has no arm with one segment.
@@ -25,9 +29,15 @@ def rows(arms: dict[str, dict[str, float]]) -> list[tuple[str, float, float, flo
         raise ValueError(
             f"the arms ({', '.join(arms)}) lack `segments_1`: measure it with `rollout_speed.py --arms …`"
         )
-    phases = ("completions_per_second_rollout", "completions_per_second_step")
-    one = arms["segments_1"]
-    return [(name, *(arm[phase] / one[phase] for phase in phases), PAPER.get(name)) for name, arm in arms.items()]
+
+    def times_as_fast(arm: dict[str, Any], phase: str) -> float:
+        key = f"completions_per_second_{phase}_blocks"
+        return median(ours / one for ours, one in zip(arm[key], arms["segments_1"][key], strict=True))
+
+    return [
+        (name, times_as_fast(arm, "rollout"), times_as_fast(arm, "step"), PAPER.get(name))
+        for name, arm in arms.items()
+    ]
 
 
 def main() -> int:

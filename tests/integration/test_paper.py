@@ -204,8 +204,12 @@ def test_on_policy_shares(paper, runs, tmp_path):
 
 def test_table_1_is_read_from_the_speed_benchmark(paper):
     table1 = paper("table1_speed")
-    phases = ("completions_per_second_rollout", "completions_per_second_step")
-    arms = {"segments_1": dict.fromkeys(phases, 10.0), "segments_4": {phases[0]: 20.0, phases[1]: 15.0}}
+    phases = ("completions_per_second_rollout_blocks", "completions_per_second_step_blocks")
+    # Two blocks at half the pace in between.
+    arms = {
+        "segments_1": {phase: [10.0, 5.0, 10.0] for phase in phases},
+        "segments_4": {phases[0]: [20.0, 10.0, 20.0], phases[1]: [15.0, 7.5, 15.0]},
+    }
     assert table1.rows(arms) == [("segments_1", 1, 1, 1), ("segments_4", 2, 1.5, pytest.approx(2.063, abs=1e-3))]
     with pytest.raises(ValueError, match="lack `segments_1`"):
         table1.rows({"trl": arms["segments_1"]})
