@@ -8,8 +8,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import settings
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+settings.register_profile("trl_ulorl", deadline=None)  # a machine that is busy for seconds is no fault
+settings.load_profile("trl_ulorl")
 
 CHARACTERS = "0123456789+-= \\{}boxed"
 SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>"]

@@ -38,6 +38,8 @@ def first_example(name, rows):
         "max_completion_length=32_768": "max_completion_length=128",
         "num_segments=4,": f"num_segments=4, max_steps=1, {ON_A_CPU},",
         "gradient_accumulation_steps=128": "gradient_accumulation_steps=16",
+        "use_vllm=True,": "",  # tests/vllm_cpu
+        "vllm_enable_sleep_mode=True,": "",
     }
     trainer = run_page(name, SMALL | smaller, rows)["trainer"]
     assert trainer.state.global_step == 1
@@ -62,7 +64,11 @@ def test_page_quickstart(in_a_folder):
 
 def test_page_resume(rows, in_a_folder):
     def steps(number):
-        return SMALL | {"save_steps=10": f"save_steps=1, max_steps={number}, max_completion_length=32, {ON_A_CPU}"}
+        return SMALL | {
+            "max_completion_length=16_384": "max_completion_length=32",
+            "gradient_accumulation_steps=16,": "",
+            "save_steps=10": f"save_steps=1, max_steps={number}, {ON_A_CPU}",
+        }
 
     run_page("resume", steps(1) | {"resume_from_checkpoint=True": ""}, rows)
     trainer = run_page("resume", steps(2), rows)["trainer"]

@@ -71,7 +71,7 @@ def test_features_outlive_the_cache_of_tokens(monkeypatch):
     assert [features(text) for text in texts * 2] == before * 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(st.sampled_from("ab1 ${}~^_&nbsp;.,")))
 def test_texts_without_commands_are_read_as_those_with_some(text):
     assert features(text).tokens == features(text + r" \quad").tokens
@@ -112,7 +112,7 @@ words = st.lists(
 questions = st.builds(lambda text, n: f"Find the {' '.join(text)} of ${n}$.", words, st.integers(0, 3))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(words)
 def test_equal_words_share_every_band(text):
     rows = [features(" ".join(text)), features(" ".join(text).upper())]
@@ -173,7 +173,7 @@ def test_kinds_of_duplicates(tmp_path):
     assert answers == {3: "'12', '7'", 4: "'12', '7'"}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(questions, st.sampled_from(["1", "2"])), max_size=30))
 def test_duplicates_against_brute_force(tmp_path_factory, rows):
     found = make_rows(tmp_path_factory.mktemp("rows"), rows)
@@ -224,7 +224,7 @@ def test_answers_in_other_spellings_have_one_key():
 # -------------------------------------------------------------------------------------------------------------- leakage
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(questions, min_size=1, max_size=5), st.lists(questions, max_size=10))
 def test_what_is_found_is_suspected(problems, rows):
     index = LeakageIndex((str(number), problem) for number, problem in enumerate(problems))
@@ -262,7 +262,7 @@ def test_time_on_hostile_text(piece):
     assert time.process_time() - started < 4
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=200), st.text(max_size=50))
 def test_any_text_has_a_fate(question, answer):
     judged = judge_row(question, answer, RULES)

@@ -32,7 +32,7 @@ from trl_ulorl.rollout.segmented import SegmentCollector
 from trl_ulorl.rollout.selection import has_baseline, is_mixed
 from trl_ulorl.rollout.simulated import EOS_ID, SERIAL_BASE, SimulatedEngine
 
-fuzz = settings(deadline=None, derandomize=True, max_examples=30)
+fuzz = settings(derandomize=True, max_examples=30)
 
 NUM_ROWS = 13
 MAX_CALLS = 2000  # of an engine: more means that a step does not end

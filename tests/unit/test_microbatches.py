@@ -150,7 +150,7 @@ def test_the_largest_micro_batch_bounds_the_others():
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_joined_counts_are_the_cheapest_that_fit(size, data):
     num_micro_batches = data.draw(st.integers(1, 7 // size))
     rows = st.lists(st.integers(0, 3000), min_size=size * num_micro_batches, max_size=size * num_micro_batches)
@@ -180,7 +180,7 @@ def test_joined_counts_are_the_cheapest_that_fit(size, data):
     counts=st.lists(st.integers(1, 5), min_size=1, max_size=6),
     data=st.data(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_joined_rows_keep_every_row_and_its_rank_in_length(counts, data):
     num_rows = sum(counts)
     lengths = data.draw(st.lists(st.sampled_from([0, 0, 1, 5, 9]), min_size=num_rows, max_size=num_rows))
@@ -253,7 +253,7 @@ def test_widths_are_multiples_where_asked():
     assert narrow["prompt_ids"].shape == (2, 8) and narrow["completion_ids"].shape == (2, 8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_property_only_padding_is_lost(data):
     num_micro_batches, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))

@@ -25,7 +25,7 @@ from trl_ulorl.rollout.pool import (
     UnfinishedPool,
 )
 
-fuzz = settings(deadline=None, derandomize=True, max_examples=60)
+fuzz = settings(derandomize=True, max_examples=60)
 
 
 def make_segment(length=3, version=0, first=0):

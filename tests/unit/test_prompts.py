@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trl_ulorl.rollout.prompts import PromptStream
 
-fuzz = settings(deadline=None, derandomize=True, max_examples=60)
+fuzz = settings(derandomize=True, max_examples=60)
 counts = st.lists(st.integers(0, 7), max_size=8)
 
 

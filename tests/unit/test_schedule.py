@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trl_ulorl.rollout.schedule import SegmentSchedule, balanced_order
 
-fuzz = settings(deadline=None, derandomize=True, max_examples=150)
+fuzz = settings(derandomize=True, max_examples=150)
 
 MAX_ROUNDS = 12  # then the adversary runs out of excuses: everything completes
 

@@ -151,7 +151,7 @@ values = st.floats(-100, 100, width=32)
 weight = st.floats(-4, 4, width=16).filter(lambda w: w == 0 or abs(w) > 0.01)
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(
     st.data(),
     st.integers(1, 5),

@@ -32,7 +32,6 @@ CASES = [
 ]
 examples = settings(
     max_examples=int(os.environ.get("VERIFIER_EXAMPLES", "30")),
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
