@@ -897,29 +897,34 @@ def main() -> None:
     args = parse_arguments()
     started = time.perf_counter()
     names = list(SETTINGS) if "all" in args.settings else args.settings
-    results = {}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    main_result: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for name in names:
         is_main = name == names[0]
         note(f"{name}: starting the arms")
-        results[name] = measure(
+        result = measure(
             [arm for arm in args.arms if is_main or arm in KEY_ARMS],
             SETTINGS[name],
             num_steps=args.steps if is_main else min(args.steps, 2 * BLOCK_STEPS),
             seed=args.seed,
             with_accuracy=is_main and not args.no_accuracy,
         )
-        print_tables(name, results[name])
-    main_result = results.pop(names[0])
-    targets = check(main_result)
+        print_tables(name, result)
+        if is_main:
+            main_result = result
+            targets = check(main_result)
+        else:
+            others[name] = result
+        # After each setting, so that a run that is stopped in a later one has measured something.
+        seconds = time.perf_counter() - started
+        output = {**main_result, "targets": targets, "settings": others, "seconds": seconds, "machine": machine()}
+        args.output.write_text(json.dumps(output, indent=2) + "\n", encoding="utf-8")
+    draw(main_result, args.output.with_suffix(".png"))
     print()
     for name, target in targets.items():
         verdict = "met   " if target["ok"] else "MISSED"
         print(f"{verdict} {name}: {target['measured']:.3g} (at {target['at']} {target['target']:.3g})")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    seconds = time.perf_counter() - started
-    output = {**main_result, "targets": targets, "settings": results, "seconds": seconds, "machine": machine()}
-    args.output.write_text(json.dumps(output, indent=2) + "\n", encoding="utf-8")
-    draw(main_result, args.output.with_suffix(".png"))
     print(f"Saved to {args.output} and {args.output.with_suffix('.png').name}, after {seconds / 60:.1f} minutes")
     if not args.no_check and not all(target["ok"] for target in targets.values()):
         raise SystemExit(1)
