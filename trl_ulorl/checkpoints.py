@@ -55,6 +55,13 @@ def newest_whole_checkpoint(output_dir: str | Path, *, discards: bool) -> str:
     )
 
 
+def newest_step(output_dir: str | Path) -> int | None:
+    """Return the highest step of a checkpoint in a folder, whole or not; None if there is none."""
+    found = Path(output_dir).glob("checkpoint-*")
+    steps = [int(number) for path in found if (number := path.name.removeprefix("checkpoint-")).isdecimal()]
+    return max(steps, default=None)
+
+
 def _sorted(output_dir: str | Path, *, use_mtime: bool = False) -> list[str]:
     # Here, as transformers takes seconds to load: a report asks only whether a checkpoint is whole.
     from transformers.trainer_utils import sort_checkpoints

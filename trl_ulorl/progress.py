@@ -32,7 +32,11 @@ class RolloutProgress(TrainerCallback):
         if state.is_world_process_zero:
             self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
             if state.global_step:
-                self._bar.write(f"Goes on after step {state.global_step}, with the rollouts of its checkpoint.")
+                is_done = state.global_step >= state.max_steps
+                rest = (
+                    f"nothing is left of {state.max_steps} steps" if is_done else "with the rollouts of its checkpoint"
+                )
+                self._bar.write(f"Goes on after step {state.global_step}, {rest}.")
             self._bar.write(_COLUMNS)
 
     def on_step_end(
@@ -70,15 +74,17 @@ class RolloutProgress(TrainerCallback):
 
 
 def _short(logs: dict[str, float]) -> str:
-    return f"accuracy {logs.get('accuracy', float('nan')):.2f}, entropy {logs['entropy']:.3f}"
+    accuracy = f"accuracy {logs['accuracy']:.2f}, " if "accuracy" in logs else ""
+    return f"{accuracy}entropy {logs['entropy']:.3f}"
 
 
 def _line(step: int, logs: dict[str, float]) -> str:
     sigma = logs.get("dmmpts/sigma")
     entropy = f"{logs['entropy']:.3f} / " + ("off" if sigma is None else f"{sigma:.3f}")
     age = f"{logs['rollout/age_mean']:.1f} / {logs['rollout/age_max']:.0f}"
+    accuracy = f"{logs['accuracy']:.3f}" if "accuracy" in logs else "-"  # no group has become complete yet
     return (
-        f"{step:8d}  {logs.get('accuracy', float('nan')):8.3f}  {entropy:>15}  "
+        f"{step:8d}  {accuracy:>8}  {entropy:>15}  "
         f"{logs.get('dmmpts/masked_frac', 0.0):6.1%}  {logs['rollout/unfinished_groups']:10.0f}  "
         f"{logs['rollout/ready_groups']:5.0f}  {age:>14}  {logs.get('step_time', float('nan')):7.1f}"
     )

@@ -139,6 +139,19 @@ class ResumableTrainer(GRPOTrainer):
                 "checkpoint, or pass `resume_from_checkpoint=True` for the newest whole one."
             )
 
+    def _warn_of_checkpoints(self) -> None:
+        """Say that a new run starts beside checkpoints of another one."""
+        output_dir = cast(str, self.args.output_dir)
+        step = checkpoints.newest_step(output_dir) if self._ranks.is_main else None
+        if step is not None:
+            logger.warning(
+                "%s holds checkpoints of an earlier run, up to step %d. This one starts anew beside them: its logs replace the "
+                "earlier ones, and `resume_from_checkpoint=True` takes the highest step, whichever run's it is. Pass another "
+                "`output_dir` to keep them apart.",
+                output_dir,
+                step,
+            )
+
     # ---------------------------------------------------------------------------------------------- stopping by a signal
 
     def _most_of(self, number: int) -> int:

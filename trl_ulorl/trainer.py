@@ -602,6 +602,8 @@ class UloRLTrainer(ResumableTrainer):
             resume_from_checkpoint = self._newest_checkpoint()
         elif resume_from_checkpoint:
             self._check_committed(resume_from_checkpoint)
+        else:
+            self._warn_of_checkpoints()
         output, save_total_limit = None, self.args.save_total_limit
         with self._stop.listening(is_enabled=self.args.graceful_stop):
             try:

@@ -80,6 +80,11 @@ def test_own_rows_own_reward_and_a_resumed_run(tmp_path):
     assert "Goes on after step 1, " in output
     resumed = load_file(folder / "model.safetensors")
     assert all((whole[name] == resumed[name]).all() for name in whole)
+    again = subprocess.run(
+        [*common, "--max_steps", "2"], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path
+    )
+    assert again.returncode == 2 and "holds checkpoints of an earlier run, up to step 2" in again.stderr
+    assert load_file(folder / "model.safetensors").keys() == whole.keys(), "nothing was touched"
     of_two_steps = json.loads((folder / "summary.json").read_text())
     run(*common, "--max_steps", "3", "--resume_from_checkpoint", "True", cwd=tmp_path)
     summary = json.loads((folder / "summary.json").read_text())

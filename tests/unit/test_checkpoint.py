@@ -26,6 +26,7 @@ from test_collector import (
     run_ranks,
 )
 
+from trl_ulorl.checkpoints import newest_step
 from trl_ulorl.rollout import state
 from trl_ulorl.rollout.checkpoint import load_rollout, save_rollout
 from trl_ulorl.rollout.collector import Prompt, RolloutStopped
@@ -740,3 +741,10 @@ def test_a_damaged_state_is_refused_by_name_or_loaded_intact(tmp_path, is_traini
         assert time.monotonic() - started < 10, f"mutation {seed}"
         shutil.rmtree(checkpoint)
     assert outcomes["refused"] > 0.6 * NUM_MUTATIONS // 2 and outcomes["intact"] > 0, outcomes
+
+
+def test_the_highest_step_of_a_folder(tmp_path):
+    assert newest_step(tmp_path / "absent") is None
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "other-99"):
+        (tmp_path / name).mkdir()
+    assert newest_step(tmp_path) == 10

@@ -794,7 +794,7 @@ def test_updates_that_a_batch_can_span(make, micro, accumulation, updates):
 
 @pytest.mark.parametrize(
     ("value", "remedy"),
-    [({"tau": "0.9"}, "YAML reads 2e-1 as text"), ({"dynamic": "false"}, "without quotes"), ({1: 2}, "unknown keys")],
+    [({"tau": "0.9"}, "such as 2e-1, as text"), ({"dynamic": "false"}, "without quotes"), ({1: 2}, "unknown keys")],
 )
 def test_dmmpts_of_the_wrong_type(make, value, remedy):
     with pytest.raises((TypeError, ValueError), match=remedy):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _DESCRIPTION = """
 Check a model, an engine and a configuration before a long run: segments, log-probabilities, the length limit, stale
 caches, positions, a kill and a resume, and memory; measure the starting entropy and propose sigma and tau. Without
-arguments it examines the embedded model on the embedded task. Options of training follow as in examples/train_qwen3.py.
+arguments it examines the embedded model on the embedded task. Options of training follow, as of `trl-ulorl train`.
 """
 _EXAMPLE = """
 example: one of the recipes, on outputs of up to 2,048 tokens, decoded with vLLM

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .. import UloRLConfig, UloRLTrainer
+from ..checkpoints import newest_step
 from ..data.arithmetic import arithmetic_dataset, embedded_model_path
 from ..data.sources import is_local
 from ..evaluation import EvaluationCallback
@@ -100,6 +101,7 @@ def build(
     model_name = embedded_model_path() if given in (None, "embedded") else given
     check_model_folder(str(model_name))
     _make_output_dir(training_args)
+    _check_resume(training_args)
     tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision, padding_side="left")
     train, held_out = load_data(script_args, training_args.seed, is_chat=tokenizer.chat_template is not None)
     reward = load_reward(script_args.reward)
@@ -139,6 +141,16 @@ def _make_output_dir(training_args: UloRLConfig) -> None:
         raise ValueError(
             f"`output_dir` ({output_dir!r}) can't be made a folder ({error.strerror}). Pass one that can be written."
         ) from error
+
+
+def _check_resume(training_args: UloRLConfig) -> None:
+    """Refuse to start anew over a run that could go on: its logs would be lost, and its checkpoints taken for the new one's."""
+    folder = cast(str, training_args.output_dir)
+    if checkpoint_to_resume(training_args) is None and (step := newest_step(folder)) is not None:
+        raise ValueError(
+            f"`output_dir` ({folder!r}) holds checkpoints of an earlier run, up to step {step}. Add `--resume_from_checkpoint "
+            "True` to go on with it, pass another `--output_dir`, or delete the folder to start anew."
+        )
 
 
 def load_data(script_args: ScriptArguments, seed: int, *, is_chat: bool) -> tuple[Dataset, Dataset | None]:
