@@ -89,10 +89,8 @@ TARGETS = {  # measured figure, at least (+) or at most (-)
     "segments_4 rollout / planner's": (+1, 0.90),
     "continuous rollout / planner's": (+1, 0.90),
     "largest deviation of the decoding from the planner": (-1, 0.15),
-    "continuous rollout / segments_4": (
-        +1,
-        1.15,
-    ),  # less where the engine's decode curve does not give as much: `check`
+    # Less where the engine's decode curve does not give as much: `check`.
+    "continuous rollout / segments_4": (+1, 1.15),
     "continuous occupancy": (+1, 0.95),
     "best whole step / trl": (+1, 2.00),
     "padded / real tokens, segments_4": (-1, 1.10),

@@ -34,7 +34,8 @@ class DMMPTsConfig:
         for name in ("tau", "sigma"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
                 raise TypeError(
-                    f"`{name}` ({getattr(self, name)!r}) must be a number. YAML reads one without a point, such as 2e-1, as text: write it as 0.2."
+                    f"`{name}` ({getattr(self, name)!r}) must be a number. YAML reads one without a point, "
+                    "such as 2e-1, as text: write it as 0.2."
                 )
         if not isinstance(self.dynamic, bool):
             raise TypeError(f"`dynamic` ({self.dynamic!r}) must be true or false, without quotes.")

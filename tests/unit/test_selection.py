@@ -76,7 +76,7 @@ def test_settled_rewards_stay_float32():
 )
 def test_a_baseline_needs_two_decided_rollouts(rows, decided, baseline):
     group = make_group(rows)
-    assert is_decided(group).tolist() == decided
+    assert is_decided(group.rewards).tolist() == decided
     assert has_baseline(group) is baseline
 
 
@@ -177,7 +177,7 @@ def test_no_truncated_rollout_beats_a_wrong_one(
     failed = data.draw(st.sets(st.integers(0, count - 1), max_size=1))
     group = make_group(rows, truncated=truncated, failed=failed)
     settle_rewards(group, weights=weights, wrong_index=0)
-    table, decided = group.rewards, is_decided(group)
+    table, decided = group.rewards, is_decided(group.rewards)
     totals = np.nansum(table * np.array(weights), axis=1)
     is_wrong = decided & (table[:, 0] == wrong)
     is_wrong[num_complete:] = False

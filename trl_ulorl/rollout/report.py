@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from .pool import Finish, Outcome, RolloutGroup
-from .selection import is_decided
+from .pool import Outcome, RolloutGroup
+from .selection import is_decided, is_truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,11 @@ class CompletedGroup:
     Args:
         lengths: Tokens of each rollout, shape `(G,)`.
         is_truncated: Whether it reached the length limit, shape `(G,)`.
-        is_decided: Whether it has any reward, shape `(G,)`.
         rewards: Of each reward function, shape `(G, F)`.
     """
 
     lengths: NDArray[np.int64]
     is_truncated: NDArray[np.bool_]
-    is_decided: NDArray[np.bool_]
     rewards: NDArray[np.float32]
 
     @classmethod
@@ -51,8 +49,7 @@ class CompletedGroup:
         """Read them from a settled group."""
         return cls(
             np.array([rollout.num_tokens for rollout in group.rollouts]),
-            np.array([rollout.finish is Finish.LENGTH for rollout in group.rollouts]),
-            is_decided(group),
+            is_truncated(group),
             group.rewards,
         )
 
@@ -137,8 +134,7 @@ def completed_metrics(completed: Sequence[CompletedGroup], correctness_index: in
     }
     rewards = np.concatenate([group.rewards for group in completed])
     if rewards.shape[1]:
-        decided = np.concatenate([group.is_decided for group in completed])
-        metrics["verifier/undecided_frac"] = float(1 - decided.mean())
+        metrics["verifier/undecided_frac"] = float(1 - is_decided(rewards).mean())
         correctness = rewards[:, correctness_index]
         if not np.isnan(correctness).all():
             metrics["accuracy"] = float(np.nanmean(correctness))

@@ -29,11 +29,11 @@ def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index
     rewards = group.rewards
     judged = rewards
     if wrong_index is not None:
-        is_truncated = _is_truncated(group)
-        if not is_truncated.all():  # a truncated rollout's 0 was not given by the function
-            judged = rewards[~is_truncated]
+        is_cut = is_truncated(group)
+        if not is_cut.all():  # a truncated rollout's 0 was not given by the function
+            judged = rewards[~is_cut]
             if np.isnan(judged[:, wrong_index]).all():
-                rewards[is_truncated, wrong_index] = np.nan
+                rewards[is_cut, wrong_index] = np.nan
     applies = ~np.isnan(judged).all(axis=0)
     is_undecided = np.array([rollout.has_failed_reward for rollout in group.rollouts])
     is_undecided |= (np.isnan(rewards) & applies).any(axis=1)
@@ -44,31 +44,31 @@ def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index
         rollout.rewards = row
 
 
-def _is_truncated(group: RolloutGroup) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def is_truncated(group: RolloutGroup) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Tell for each rollout whether it reached its limit, shape `(G,)`."""
     return np.array([rollout.finish is Finish.LENGTH for rollout in group.rollouts])
 
 
 def _cap_truncated(rewards: Float32Array, group: RolloutGroup, weights: Float32Array, wrong_index: int) -> None:
-    is_truncated = _is_truncated(group)
-    is_wrong = ~is_truncated & (rewards[:, wrong_index] <= 0)
+    is_cut = is_truncated(group)
+    is_wrong = ~is_cut & (rewards[:, wrong_index] <= 0)
     for index, weight in enumerate(weights):
         if weight == 0:
             continue
         of_wrong = (rewards[is_wrong, index] * weight)[~np.isnan(rewards[is_wrong, index])]
         cap = float(of_wrong.min()) if of_wrong.size else 0.0
-        capped = np.minimum(rewards[is_truncated, index] * weight, cap)  # NaN stays NaN
-        rewards[is_truncated, index] = capped / weight
+        capped = np.minimum(rewards[is_cut, index] * weight, cap)  # NaN stays NaN
+        rewards[is_cut, index] = capped / weight
 
 
-def is_decided(group: RolloutGroup) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Tell for each rollout whether it has any reward, shape `(G,)`."""
-    return np.asarray(~np.isnan(group.rewards).all(axis=1))
+def is_decided(rewards: Float32Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Tell for each row of rewards, a rollout's, whether it has any."""
+    return np.asarray(~np.isnan(rewards).all(axis=1))
 
 
 def has_baseline(group: RolloutGroup) -> bool:
     """Whether enough rollouts have a reward for a baseline."""
-    return int(is_decided(group).sum()) >= MIN_DECIDED
+    return int(is_decided(group.rewards).sum()) >= MIN_DECIDED
 
 
 def is_mixed(
@@ -86,12 +86,12 @@ def is_mixed(
             mean.
         is_per_function: The functions are normalised one by one before they are summed, so one that differs is enough.
     """
-    decided = is_decided(group)
+    decided = is_decided(group.rewards)
     if not decided.any():
         return False
     weighted = np.nan_to_num(group.rewards * np.asarray(weights, dtype=np.float32), nan=0.0)
     totals = (weighted if is_per_function else weighted.sum(axis=1, keepdims=True))[decided]
     differs = np.abs(totals - totals.mean(axis=0)).max(axis=1) > 1e-6
     if is_truncated_masked:
-        differs &= ~_is_truncated(group)[decided]
+        differs &= ~is_truncated(group)[decided]
     return bool(differs.any())
