@@ -3,12 +3,13 @@
 A tiny model (one layer, 8,000 parameters, made here) decodes a group of two rollouts by the trainer's own engine. The one
 is as long as the paper's longest, 8 segments of 16,384 tokens; the other one is short and waits for it. Each round admits
 one short group more, so that a batch is trained on after every round but the first, and the long rollout's segments come
-from seven policies. While its fifth segment is decoded the process is killed by SIGKILL. A second process resumes from the
-checkpoint of the last update, decodes the rest, scores both rollouts with the verifier, and makes the update.
+from seven policies. In its fifth segment, after 32 tokens, the process kills itself by SIGKILL. A second process resumes from
+the checkpoint of the last update, decodes the rest, scores both rollouts with the verifier, and makes the update.
 
 Every token is sampled by the model but the last ones of a rollout, its boxed answer and the end, which a script sets: the
-long one's answer is right, its sibling's wrong. Checked at the end: the length, the segments and their versions, that the
-prefix in the checkpoint is the beginning of what was trained on, that the ledger balances, that the weights moved.
+long one's answer is right, its sibling's wrong. The model did not sample these, so the trainer warns that sampled tokens do
+not fit the policy. Checked at the end: the length, the segments and their versions, that the prefix in the checkpoint is the
+beginning of what was trained on, that the ledger balances, that the weights moved.
 
 Writes outputs/bench/long_rollout.json and prints the same as a table. Half an hour on one core; `--tokens 2048` shows the
 same in a quarter of a minute.
@@ -32,11 +33,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 SEGMENTS = 8
-KILL_DELAY_SECONDS = 0.5  # into the segment that is lost
+LOST_TOKENS = 32  # of the segment in which the kill comes
 EMBEDDING = 0.5  # of the direction that rules the end token out
 MOST_BYTES_BESIDE_TOKENS = 8192  # of a checkpoint's `rollout/`, in which a token takes 8
 
@@ -54,7 +56,6 @@ def phase(name: str) -> Iterator[None]:
     """Tell the seconds of a phase, those on a processor too, and the most memory that the process held in it."""
     forget_peak()
     started, cpu_started = time.perf_counter(), time.process_time()
-    tell("begin", name=name)
     yield
     tell_phase(name, time.perf_counter() - started, time.process_time() - cpu_started)
 
@@ -120,14 +121,16 @@ class ScriptedEnds:
         long_length: Tokens of it.
         short_lengths: Tokens of the two rollouts of every other group, and of the long one's sibling (the second).
         endings: Ids of the right and of the wrong answer, with the end token.
+        kill_at: Tokens of the long rollout from which it decodes `LOST_TOKENS` more, and then kills the process; -1 for never.
     """
 
-    def __init__(self, engine, long_prompt, long_length, short_lengths, endings):
+    def __init__(self, engine, long_prompt, long_length, short_lengths, endings, kill_at):
         self._engine = engine
         self._long_prompt = long_prompt
         self._long_length = long_length
         self._short_lengths = short_lengths
         self._endings = endings
+        self._kill_at = kill_at
 
     def decode(self, requests):
         import numpy as np
@@ -148,6 +151,10 @@ class ScriptedEnds:
             budget = min(left, request.max_new_tokens) - len(ending)
             shortened.append(DecodeRequest(request.token_ids, budget))
         long_tokens = max((done for done, is_long, _ in plans if is_long), default=None)
+        if long_tokens == self._kill_at:
+            for _ in self._engine.decode([replace(each, max_new_tokens=LOST_TOKENS) for each in shortened]):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
         name = "decode" if long_tokens is None else f"decode from {long_tokens}"
         with phase(name):
             decoded = list(self._engine.decode(shortened))
@@ -163,10 +170,10 @@ class ScriptedEnds:
             )
 
 
-def run_worker(folder: Path, num_tokens: int) -> None:
+def run_worker(folder: Path, num_tokens: int, kill_at: int | None) -> None:
     """Train to the end, from the newest checkpoint if there is one, and tell of each phase."""
     with phase("start"):
-        trainer = make_trainer(folder, num_tokens)
+        trainer = make_trainer(folder, num_tokens, kill_at)
     before = [value.detach().clone() for value in trainer.model.parameters()]
     checkpoints = sorted((folder / "run").glob("checkpoint-*/trainer_state.json"))
     trainer.train(resume_from_checkpoint=True if checkpoints else None)
@@ -176,7 +183,7 @@ def run_worker(folder: Path, num_tokens: int) -> None:
     tell("done", ledger=trainer.ledger(), moved=moved, log=trainer.state.log_history)
 
 
-def make_trainer(folder: Path, num_tokens: int) -> Any:
+def make_trainer(folder: Path, num_tokens: int, kill_at: int | None) -> Any:
     import numpy as np
     import torch
     from datasets import Dataset
@@ -287,7 +294,12 @@ def make_trainer(folder: Path, num_tokens: int) -> Any:
     trainer.remove_callback(PrinterCallback)
     short = min(512, segment_length // 2)
     trainer._collector.engine = ScriptedEnds(
-        trainer.rollout_engine, long_prompt, num_tokens, (short, short // 2), endings
+        trainer.rollout_engine,
+        long_prompt,
+        num_tokens,
+        (short, short // 2),
+        endings,
+        -1 if kill_at is None else (kill_at - 1) * segment_length,
     )
     return trainer
 
@@ -296,10 +308,11 @@ def make_trainer(folder: Path, num_tokens: int) -> Any:
 
 
 def run(folder: Path, num_tokens: int, kill_at: int | None) -> list[dict[str, Any]]:
-    """Run a worker, kill it once it decodes segment `kill_at`, and return what it told."""
+    """Run a worker, which is killed in segment `kill_at`, and return what it told."""
     command = [sys.executable, __file__, "--worker", str(folder), "--tokens", str(num_tokens)]
+    if kill_at is not None:
+        command += ["--kill-at", str(kill_at)]
     events = []
-    fatal = None if kill_at is None else f"decode from {(kill_at - 1) * num_tokens // SEGMENTS}"
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -308,9 +321,6 @@ def run(folder: Path, num_tokens: int, kill_at: int | None) -> list[dict[str, An
             events.append(json.loads(line))
             if events[-1]["event"] == "phase":
                 sys.stderr.write("{name}: {seconds:.1f} s, {peak_mib:.0f} MiB\n".format(**events[-1]))
-            if events[-1]["event"] == "begin" and events[-1]["name"] == fatal:
-                time.sleep(KILL_DELAY_SECONDS)
-                process.send_signal(signal.SIGKILL)
     expected = 0 if kill_at is None else -signal.SIGKILL
     if process.returncode != expected:
         raise SystemExit(
@@ -413,20 +423,21 @@ def print_table(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=131_072, help=f"of the long rollout, a multiple of {SEGMENTS}")
-    parser.add_argument("--kill-at", type=int, default=5, help="the segment that is decoded when SIGKILL comes")
+    parser.add_argument("--kill-at", type=int, default=None, help="the segment in which SIGKILL comes; default: 5")
     parser.add_argument("--folder", type=Path, default=None, help="where to train; default: a temporary folder")
     parser.add_argument("--output", type=Path, default=Path("outputs/bench/long_rollout.json"))
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
-        run_worker(args.worker, args.tokens)
+        run_worker(args.worker, args.tokens, args.kill_at)
         return
+    kill_at = 5 if args.kill_at is None else args.kill_at
     if args.tokens % SEGMENTS or args.tokens < 64 * SEGMENTS:
         parser.error(f"--tokens ({args.tokens}) must be a multiple of {SEGMENTS}, at least {64 * SEGMENTS}.")
-    if not 3 <= args.kill_at <= SEGMENTS:
-        parser.error(f"--kill-at ({args.kill_at}) must be from 3, before which nothing is saved, to {SEGMENTS}.")
+    if not 3 <= kill_at <= SEGMENTS:
+        parser.error(f"--kill-at ({kill_at}) must be from 3, before which nothing is saved, to {SEGMENTS}.")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        result = measure(Path(folder), args.tokens, args.kill_at)
+        result = measure(Path(folder), args.tokens, kill_at)
     print_table(result)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

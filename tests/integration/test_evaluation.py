@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +32,9 @@ def figures_of(output):
     return {name: value for name, value in values.items() if name != "seconds"}
 
 
-def process(*arguments, launcher=()):
+def process(*arguments, launcher=("-m", "trl_ulorl.cli")):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *launcher, "-m", "trl_ulorl.cli", "eval", "--model", "embedded", *arguments]
+    command = [sys.executable, *launcher, "eval", "--model", "embedded", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -52,6 +51,24 @@ def test_the_demos_figure(tmp_path):
     assert 0 < values["truncated_fraction"] < 0.03 and values["undecided_fraction"] == 0
 
 
+# By its own hand, so that the moment does not depend on how busy the machine is.
+DIES_WITH_TWELVE_SAMPLES = """
+import os, signal, sys
+from trl_ulorl.cli import main
+from trl_ulorl.evaluation.samples import SampleFile
+
+append = SampleFile.append
+
+def append_or_die(file, new):
+    append(file, new)
+    if len(file.tries) == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+SampleFile.append = append_or_die
+sys.exit(main())
+"""
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     return evaluate(tmp_path_factory.mktemp("whole") / "run.json", *SMALL)
@@ -59,14 +76,10 @@ def uninterrupted(tmp_path_factory):
 
 def test_an_evaluation_killed_on_its_way_goes_on_to_the_same_figures(tmp_path, uninterrupted, capsys):
     output, samples = tmp_path / "run.json", tmp_path / "run.samples.jsonl"
-    running = process("--output", str(output), *SMALL)
-    deadline = time.monotonic() + 120
-    while not samples.exists() or samples.read_text().count("\n") < 12:
-        assert running.poll() is None and time.monotonic() < deadline, running.stderr.read()
-        time.sleep(0.01)
-    running.kill()
-    running.communicate()
-    assert not output.exists()
+    killed = process("--output", str(output), *SMALL, launcher=["-c", DIES_WITH_TWELVE_SAMPLES])
+    _, stderr = killed.communicate(timeout=120)
+    assert killed.returncode == -signal.SIGKILL, stderr[-3000:]
+    assert not output.exists() and samples.read_text().count("\n") == 1 + 12
     kept = samples.read_bytes()
     with samples.open("ab") as file:
         file.write(b'{"problem": 3, "att')  # as if it had died within a line
@@ -80,7 +93,7 @@ def test_an_evaluation_killed_on_its_way_goes_on_to_the_same_figures(tmp_path, u
 
 def test_two_processes_give_the_samples_of_one(tmp_path, uninterrupted):
     output = tmp_path / "run.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "trl_ulorl.cli"]
     running = process("--output", str(output), *SMALL, launcher=launcher)
     stdout, stderr = running.communicate(timeout=240)
     assert running.returncode == 0, stderr[-3000:]

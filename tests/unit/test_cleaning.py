@@ -2,12 +2,10 @@
 
 import argparse
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -191,21 +189,37 @@ def test_what_lies_there_of_other_settings_or_data_is_not_used(tmp_path, monkeyp
     assert clean(CleaningSettings(source), tmp_path / "out").rows == 61
 
 
+# With its workers, and by its own hand, so that the moment does not depend on how busy the machine is.
+DIES_IN_THE_FOURTH_CHUNK = """
+import os, signal, sys
+from tqdm.auto import tqdm
+from trl_ulorl.cli import main
+from trl_ulorl.data import chunks, cleaning
+
+class DyingBar(tqdm):
+    def update(self, n=1):
+        super().update(n)
+        if self.n >= 3 * chunks.CHUNK_ROWS:
+            os.killpg(0, signal.SIGKILL)
+
+cleaning.tqdm = DyingBar
+sys.exit(main())
+"""
+
+
 @pytest.mark.slow
 def test_killed_half_way_and_restarted_equals_uninterrupted(tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", many_rows(60_000))
-    command = [sys.executable, "-m", "trl_ulorl.cli", "clean", source, "--num_proc", "2", "--output"]
+    command = ["clean", source, "--num_proc", "2", "--output"]
     out = tmp_path / "out"
-    with subprocess.Popen([*command, str(out)], stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        while not (out / cleaning.PARTIAL / "index-3.npy").exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
+    dying = [sys.executable, "-c", DIES_IN_THE_FOURTH_CHUNK, *command, str(out)]
+    killed = subprocess.run(dying, stderr=subprocess.DEVNULL, start_new_session=True, timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL
     assert not (out / "kept.jsonl").exists()
     assert len(list((out / cleaning.PARTIAL).glob("index-*.npy"))) < 12
     for folder, more in ((out, []), (tmp_path / "whole", ["--num_proc", "1"])):
         subprocess.run(
-            [*command, str(folder), *more],
+            [sys.executable, "-m", "trl_ulorl.cli", *command, str(folder), *more],
             check=True,
             timeout=300,
             stdout=subprocess.DEVNULL,
