@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 # TRL takes a matrix of one column for one value per sequence, and none at all for every column.
@@ -74,7 +74,8 @@ def window_slots(step: int, *, window_start: int, window_length: int, num_slots:
 def dealt_rows(lengths: Sequence[int], num_micro_batches: int) -> list[list[int]]:
     """Deal rows to micro-batches of equal size by length, the longest first.
 
-    A micro-batch that is too large for the memory thus fails at once.
+    A micro-batch that is too large for the memory thus fails at once. Rows without a token, which fit anywhere, are spread
+    evenly: a micro-batch of nothing else has no clip ratio or entropy to report.
 
     Args:
         lengths: Length of each row in tokens.
@@ -87,45 +88,81 @@ def dealt_rows(lengths: Sequence[int], num_micro_batches: int) -> list[list[int]
         >>> dealt_rows([3, 9, 0, 8, 4, 0], 2)
         [[1, 3, 5], [4, 0, 2]]
     """
-    return joined_rows(lengths, [len(lengths) // num_micro_batches] * num_micro_batches)
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    size = len(lengths) // num_micro_batches
+    empty = deque(row for row in order if lengths[row] == 0)
+    parts: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    for room in (size - 1, size):  # a place for another row in each, unless there are not enough others
+        while empty and any(len(part) < room for part in parts):
+            for part in reversed(parts):
+                if empty and len(part) < room:
+                    part.append(empty.popleft())
+    longest_first = iter(order)
+    return [[*islice(longest_first, size - len(part)), *part] for part in parts]
 
 
-def joined_counts(lengths: ArrayLike, num_micro_batches: int, *, prompt_width: int) -> list[int]:
-    """Return how many rows each micro-batch holds if rows may share one as long as it gets no larger than the largest.
+def joined_rows(
+    prompt_lengths: ArrayLike, lengths: ArrayLike, num_micro_batches: int, *, rank: int = 0
+) -> list[list[int]]:
+    """Deal rows by length where they may share a micro-batch as long as it gets no larger than the largest.
 
-    The largest is that of the longest rows in micro-batches of equal numbers of rows. Within this bound it is the
-    cheapest way to cut the rows, ordered by length, into at most `num_micro_batches` parts: the fewest cells of padded
-    matrices, where a pass more costs as much as some cells more.
+    The largest is that of micro-batches of equal numbers of rows. Within this bound it is the cheapest way to cut the rows,
+    ordered by length, into at most `num_micro_batches` parts: the fewest cells of padded matrices, where a pass more costs
+    as much as some cells more. Rows without a token, which add nothing to a loss that is divided by the batch's tokens, are
+    left out.
 
     Args:
-        lengths: Lengths of the completions in tokens, shape `(ranks, rows)`. Every rank has the same counts, so that ranks
-            stay in step; they fit on each.
+        prompt_lengths: Lengths of the prompts in tokens, shape `(ranks, rows)`.
+        lengths: Lengths of the completions in tokens, shape `(ranks, rows)`. Every rank has as many rows in each
+            micro-batch, so that ranks stay in step, and they fit on each; one with fewer rows that have tokens adds others.
         num_micro_batches: Most micro-batches, a divisor of the number of rows.
-        prompt_width: Columns of the prompts.
+        rank: Whose rows are dealt.
 
     Returns:
-        The number of rows of each micro-batch, that of the longest rows first; all of them together hold all rows.
+        The rows of each micro-batch, the longest ones first.
 
     Example:
-        >>> joined_counts([[900, 100, 90, 90, 80, 80, 70, 60]], 8, prompt_width=20)
-        [1, 7]
+        >>> joined_rows([[20] * 8], [[100, 900, 90, 90, 80, 80, 70, 0]], 8)
+        [[1], [0, 2, 3, 4, 5, 6]]
     """
-    # On every rank the n-th longest row is at most this long.
-    widths = prompt_width + np.sort(np.asarray(lengths), axis=1)[:, ::-1].max(axis=0)
-    num_rows = widths.size
-    most_cells = int(num_rows // num_micro_batches * widths[0])
+    prompts, completions = np.asarray(prompt_lengths), np.asarray(lengths)
+    order = np.lexsort((-prompts, -completions), axis=1)
+    num_rows = max(1, int((completions > 0).sum(axis=1).max()))
+    # At most as long is the n-th longest row of every rank, and at most as long is its prompt.
+    widths, prompt_widths = (
+        np.take_along_axis(values, order, axis=1)[:, :num_rows].max(axis=0) for values in (completions, prompts)
+    )
+    size = completions.shape[1] // num_micro_batches
+    counts = _cheapest_counts(prompt_widths, widths, size, num_micro_batches)
+    return [part.tolist() for part in np.split(order[rank, :num_rows], np.cumsum(counts)[:-1])]
+
+
+def _cheapest_counts(
+    prompt_widths: NDArray[np.int64], widths: NDArray[np.int64], size: int, num_micro_batches: int
+) -> list[int]:
+    """Return how many rows each micro-batch holds; see `joined_rows`.
+
+    Args:
+        prompt_widths: Columns that each row's prompt needs, shape `(N,)`.
+        widths: Columns that its completion needs, the longest first, shape `(N,)`.
+        size: Rows of a micro-batch if all are of one size.
+        num_micro_batches: Most micro-batches.
+    """
+    starts = np.arange(0, widths.size, size)
+    most_cells = int(size * (np.maximum.reduceat(prompt_widths, starts) + widths[starts]).max())
     counts: list[int] = []
     pass_cells = _PASS_CELLS
     while not counts or len(counts) > num_micro_batches:
-        cost, first = np.zeros(num_rows + 1), np.zeros(num_rows + 1, dtype=np.int64)
-        for end in range(1, num_rows + 1):
-            most_rows = most_cells // widths[end - 1]  # if all were as short as the last of them
+        cost, first = np.zeros(widths.size + 1), np.zeros(widths.size + 1, dtype=np.int64)
+        for end in range(1, widths.size + 1):
+            most_rows = most_cells // (prompt_widths[end - 1] + widths[end - 1])  # if all were as short as the last
             starts = np.arange(max(0, end - most_rows), end)
-            cells = (end - starts) * widths[starts]
+            longest_prompts = np.maximum.accumulate(prompt_widths[starts][::-1])[::-1]
+            cells = (end - starts) * (longest_prompts + widths[starts])
             costs = np.where(cells <= most_cells, cost[starts] + cells + pass_cells, np.inf)
             best = int(costs.argmin())
             cost[end], first[end] = costs[best], starts[best]
-        counts, end = [], num_rows
+        counts, end = [], widths.size
         while end:
             counts.append(int(end - first[end]))
             end = int(first[end])
@@ -133,44 +170,16 @@ def joined_counts(lengths: ArrayLike, num_micro_batches: int, *, prompt_width: i
     return counts[::-1]
 
 
-def joined_rows(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Deal rows by length, the longest first, to micro-batches of given sizes.
-
-    Rows without a token, which fit anywhere, are spread evenly, as far as each micro-batch has room for another row too: one
-    of nothing else has no clip ratio or entropy to report.
-
-    Args:
-        lengths: Length of each row in tokens.
-        counts: What `joined_counts` gave.
-
-    Returns:
-        The rows of each micro-batch.
-
-    Example:
-        >>> joined_rows([3, 9, 0, 8, 4, 0], [1, 1, 4])
-        [[1], [3], [4, 0, 2, 5]]
-    """
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    empty = deque(row for row in order if lengths[row] == 0)
-    parts: list[list[int]] = [[] for _ in counts]
-    for others in (1, 0):  # a place for another row in each, unless there are not enough others
-        while empty and any(len(part) < count - others for part, count in zip(parts, counts, strict=True)):
-            for part, count in reversed(list(zip(parts, counts, strict=True))):
-                if empty and len(part) < count - others:
-                    part.append(empty.popleft())
-    longest_first = iter(order)
-    return [[*islice(longest_first, count - len(part)), *part] for part, count in zip(parts, counts, strict=True)]
-
-
 def dealt_window(
-    batches: Sequence[dict[str, Any]], *, gather: Callable[[Tensor], Tensor] | None = None
+    batches: Sequence[dict[str, Any]], *, gather: Callable[[Tensor], Tensor] | None = None, rank: int = 0
 ) -> list[list[tuple[int, int]]]:
     """Deal a window's rows to its micro-batches by the length of their completions.
 
     Args:
         batches: The window's micro-batches as TRL made them: equal numbers of rows, equally padded.
-        gather: Joins a tensor's first dimension over all ranks. Given, short rows share a micro-batch, and the first
-            micro-batches are left without rows: gradients are exchanged in the last.
+        gather: Joins a tensor's first dimension over all ranks. Given, short rows share a micro-batch, those without a token
+            are left out, and the first micro-batches are left without rows: gradients are exchanged in the last.
+        rank: This process's place in what is gathered.
 
     Returns:
         For each micro-batch the place of its rows now: a micro-batch and a row of it.
@@ -180,10 +189,10 @@ def dealt_window(
     if gather is None:
         parts = dealt_rows(ends.tolist(), len(batches))
     else:
-        prompt_width = torch.stack([_row_ends(batch["prompt_mask"].flip(1)).max() for batch in batches]).max()
-        everywhere = gather(torch.cat([prompt_width.unsqueeze(0), ends]).unsqueeze(0)).cpu().numpy()
-        counts = joined_counts(everywhere[:, 1:], len(batches), prompt_width=int(everywhere[:, 0].max()))
-        parts = [[] for _ in range(len(batches) - len(counts))] + joined_rows(ends.tolist(), counts)
+        prompts = torch.cat([_row_ends(batch["prompt_mask"].flip(1)) for batch in batches])
+        prompt_lengths, lengths = gather(torch.stack([prompts, ends]).unsqueeze(0)).cpu().numpy().swapaxes(0, 1)
+        joined = joined_rows(prompt_lengths, lengths, len(batches), rank=rank)
+        parts = [[] for _ in range(len(batches) - len(joined))] + joined
     return [[divmod(row, size) for row in rows] for rows in parts]
 
 

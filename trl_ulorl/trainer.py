@@ -498,7 +498,8 @@ class UloRLTrainer(ResumableTrainer):
             window = self._step - index
             if self._dealt is None or self._dealt[0] != window:
                 gather = self.accelerator.gather if self.args.dynamic_micro_batches else None
-                self._dealt = (window, microbatches.dealt_window(batches, gather=gather))
+                rank = self.accelerator.process_index
+                self._dealt = (window, microbatches.dealt_window(batches, gather=gather, rank=rank))
             inputs = microbatches.deal(batches, index, self._dealt[1][index])
             if not self._dealt[1][index]:
                 return inputs

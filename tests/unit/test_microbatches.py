@@ -16,7 +16,6 @@ from trl_ulorl.microbatches import (
     dealt_rows,
     dealt_window,
     is_additive,
-    joined_counts,
     joined_rows,
     padding_counts,
     scored_without_padding,
@@ -129,68 +128,102 @@ def test_dealt_micro_batches_by_hand():
 # ------------------------------------------------------------------------------------------------------------- joining
 
 
-def cells_of(counts, lengths, prompt_width):
-    """Cells of every micro-batch on every rank, the longest rows first; shape `(ranks, micro-batches)`."""
-    ordered = -np.sort(-np.asarray(lengths), axis=1)
-    starts = np.cumsum([0, *counts[:-1]])
-    return np.array(counts) * (prompt_width + ordered[:, starts])
+def cells_of(parts, prompt_lengths, lengths):
+    """Cells of a rank's padded micro-batches."""
+    prompts, completions = np.asarray(prompt_lengths), np.asarray(lengths)
+    return [len(part) * int(prompts[part].max() + completions[part].max()) for part in parts]
 
 
 def test_short_rows_join_by_hand():
     # Two rows of 90 + 10 columns are the bound of 200 cells. Those of 40 fit four to a micro-batch, those of 10 all.
-    lengths = [[90, 90, 40, 40, 40, 40, 10, 10]]
-    assert joined_counts(lengths, 4, prompt_width=10) == [2, 4, 2]
-    assert joined_rows([10, 40, 90, 40, 10, 90, 40, 40], [2, 4, 2]) == [[2, 5], [1, 3, 6, 7], [0, 4]]
+    lengths = [10, 40, 90, 40, 10, 90, 40, 40]
+    assert joined_rows([[10] * 8], [lengths], 4) == [[2, 5], [1, 3, 6, 7], [0, 4]]
+
+
+def test_a_micro_batch_is_as_wide_as_its_own_prompts():
+    # With 50 columns for every prompt only three of the short rows would fit where one of 150 + 50 does.
+    assert joined_rows([[50, 2, 3, 1, 2]], [[150, 10, 8, 9, 9]], 5) == [[0], [1, 4, 3, 2]]
+    # Of rows as long, those of long prompts come first.
+    assert joined_rows([[2, 90, 2, 90]], [[40] * 4], 4) == [[1], [3], [0, 2]]
 
 
 def test_the_largest_micro_batch_bounds_the_others():
-    assert joined_counts([[100] * 8], 4, prompt_width=5) == [2, 2, 2, 2]
-    assert joined_counts([[4096, 2000, 1990, 1900]], 4, prompt_width=96) == [1, 2, 1]
+    assert joined_rows([[5] * 8], [[100] * 8], 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert joined_rows([[96] * 4], [[4096, 2000, 1990, 1900]], 4) == [[0], [1, 2], [3]]
+    # The first two rows make micro-batches of equal size no larger than 2 x (10 + 60) cells: the long prompt is elsewhere.
+    assert joined_rows([[10, 10, 60, 5]], [[60, 60, 4, 4]], 2) == [[0, 1], [2, 3]]
+
+
+def test_rows_without_a_token_are_left_out():
+    assert joined_rows([[400, 10, 10, 400]], [[0, 60, 50, 0]], 4) == [[1], [2]]
+    assert joined_rows([[10, 20, 30, 40]], [[0] * 4], 4) == [[3]], "a rank can't do without a backward pass"
+
+
+def test_a_rank_with_fewer_tokens_has_as_many_rows():
+    prompt_lengths, lengths = [[10] * 4, [10, 20, 10, 10]], [[90, 0, 80, 0], [0, 0, 0, 90]]
+    assert joined_rows(prompt_lengths, lengths, 4, rank=0) == [[0], [2]]
+    assert joined_rows(prompt_lengths, lengths, 4, rank=1) == [[3], [1]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @given(data=st.data())
 @settings(max_examples=60)
-def test_joined_counts_are_the_cheapest_that_fit(size, data):
-    num_micro_batches = data.draw(st.integers(1, 7 // size))
-    rows = st.lists(st.integers(0, 3000), min_size=size * num_micro_batches, max_size=size * num_micro_batches)
-    lengths = data.draw(st.lists(rows, min_size=1, max_size=3))
-    prompt_width = data.draw(st.integers(1, 300))
-    counts = joined_counts(lengths, num_micro_batches, prompt_width=prompt_width)
+def test_joined_rows_are_cut_where_it_is_cheapest(size, data):
+    num_micro_batches, num_ranks = data.draw(st.integers(1, 7 // size)), data.draw(st.integers(1, 3))
     num_rows = size * num_micro_batches
-    assert sum(counts) == num_rows and min(counts) >= 1 and len(counts) <= num_micro_batches
-    bound = size * (prompt_width + np.max(lengths))
-    assert (cells_of(counts, lengths, prompt_width) <= bound).all()
 
+    def drawn(tokens):
+        rows = st.lists(tokens, min_size=num_rows, max_size=num_rows)
+        return data.draw(st.lists(rows, min_size=num_ranks, max_size=num_ranks))
+
+    prompt_lengths, lengths = drawn(st.integers(1, 600)), drawn(st.just(0) | st.integers(0, 3000))
+    by_rank = [joined_rows(prompt_lengths, lengths, num_micro_batches, rank=rank) for rank in range(num_ranks)]
+    counts = [len(part) for part in by_rank[0]]
+    assert all([len(part) for part in parts] == counts for parts in by_rank), "ranks stay in step"
+    num_dealt = max(1, max(np.count_nonzero(row) for row in lengths))
+    assert sum(counts) == num_dealt and min(counts) >= 1 and len(counts) <= num_micro_batches
+
+    ordered = []
+    for prompts, completions, parts in zip(prompt_lengths, lengths, by_rank, strict=True):
+        rows = [row for part in parts for row in part]
+        assert len(set(rows)) == num_dealt
+        assert sum(completions[row] for row in rows) == sum(completions), "every token is trained on"
+        keys = [(completions[row], prompts[row]) for row in rows]
+        assert keys == sorted(keys, reverse=True)
+        ordered.append(keys)
+    widths, prompt_widths = np.array(ordered).max(axis=0).T
+
+    def cells(borders):
+        parts = np.split(np.arange(num_dealt), borders)
+        return [len(part) * int(prompt_widths[part].max() + widths[part].max()) for part in parts]
+
+    bound = max(cells(range(size, num_dealt, size)))
+    for rank, parts in enumerate(by_rank):
+        assert max(cells_of(parts, prompt_lengths[rank], lengths[rank])) <= bound
     # The widest of all ranks counts, as they wait for each other.
-    widest = [(-np.sort(-np.array(lengths), axis=1)).max(axis=0)]
     cheapest = {}  # cells by number of micro-batches, in whatever way the rows are cut
-    for number in range(num_rows):
-        for borders in combinations(range(1, num_rows), number):
-            cells = cells_of(np.diff([0, *borders, num_rows]), widest, prompt_width)
-            if (cells <= bound).all():
-                cheapest[number + 1] = min(cheapest.get(number + 1, np.inf), cells.sum())
-    assert cells_of(counts, widest, prompt_width).sum() == cheapest[len(counts)]
+    for number in range(num_dealt):
+        for borders in combinations(range(1, num_dealt), number):
+            if max(parts := cells(borders)) <= bound:
+                cheapest[number + 1] = min(cheapest.get(number + 1, np.inf), sum(parts))
+    assert sum(cells(np.cumsum(counts)[:-1])) == cheapest[len(counts)]
     cost = {number: cells + 128 * number for number, cells in cheapest.items()}
     best = [number for number in cost if cost[number] == min(cost.values())]
     assert len(counts) in best or min(best) > num_micro_batches, "a pass counts for more only where there are too few"
 
 
-@given(
-    counts=st.lists(st.integers(1, 5), min_size=1, max_size=6),
-    data=st.data(),
-)
+@given(data=st.data())
 @settings(max_examples=100)
-def test_joined_rows_keep_every_row_and_its_rank_in_length(counts, data):
-    num_rows = sum(counts)
+def test_dealt_rows_keep_every_row_and_its_rank_in_length(data):
+    num_micro_batches, size = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
+    num_rows = num_micro_batches * size
     lengths = data.draw(st.lists(st.sampled_from([0, 0, 1, 5, 9]), min_size=num_rows, max_size=num_rows))
-    parts = joined_rows(lengths, counts)
-    assert [len(part) for part in parts] == counts
+    parts = dealt_rows(lengths, num_micro_batches)
+    assert [len(part) for part in parts] == [size] * num_micro_batches
     assert sorted(row for part in parts for row in part) == list(range(num_rows))
     real = [lengths[row] for part in parts for row in part if lengths[row]]
     assert real == sorted(real, reverse=True)
-    num_real = len(real)
-    if num_real >= len(counts):
+    if len(real) >= num_micro_batches:
         assert all(any(lengths[row] for row in part) for part in parts), "a clip ratio needs a token"
 
 
@@ -200,11 +233,11 @@ def test_a_joined_window_begins_with_the_micro_batches_that_have_no_rows():
 
     def gather(tensor):
         seen.append(tensor)
-        return torch.cat([tensor, torch.tensor([[3, 4, 4, 60, 3]])])  # and another rank's
+        return torch.cat([torch.tensor([[[3, 3, 1, 1], [4, 4, 60, 3]]]), tensor])  # another rank's, and this one's
 
-    places = dealt_window(batches, gather=gather)
+    places = dealt_window(batches, gather=gather, rank=1)
     assert [len(rows) for rows in places] == [0, 0, 1, 3]
-    assert seen[0].tolist() == [[3, 60, 5, 4, 3]], "the prompts' width, and the lengths"
+    assert seen[0].tolist() == [[[2, 3, 1, 2], [60, 5, 4, 3]]], "lengths of the prompts and of the completions"
     empty, joined = (deal(batches, index, places[index]) for index in (0, 3))
     assert empty["completion_ids"].shape == (0, 60) and empty["num_items_in_batch"] == 72
     assert cut(joined)["completion_ids"].shape == (3, 5) and joined["advantages"].tolist() == [1, 2, 3]
