@@ -11,7 +11,7 @@ long one's answer is right, its sibling's wrong. The model did not sample these,
 not fit the policy. Checked at the end: the length, the segments and their versions, that the prefix in the checkpoint is the
 beginning of what was trained on, that the ledger balances, that the weights moved.
 
-Writes outputs/bench/long_rollout.json and prints the same as a table. Half an hour on one core; `--tokens 2048` shows the
+Writes outputs/bench/long_rollout.json and prints the same as a table. Eight minutes of one core; `--tokens 2048` shows the
 same in a quarter of a minute.
 
     python benchmarks/long_rollout.py [--tokens 131072] [--kill-at 5] [--output FILE]

@@ -79,6 +79,7 @@ LEARNING_WARMUP_STEPS = 5
 CURVE_SIZES = (1, 8, 16, 32, 64, 128, 256)
 CURVE_STEPS = 24
 CURVE_CONTEXT = 60  # tokens before them, about what rollouts have on average
+REQUEST_LENGTHS = (16, 112)  # tokens of a request, about the least and the most
 PREFILL_STEPS = 6  # more than vLLM takes to compute those of all sequences, at 4,096 tokens a step
 PREFILLS = 64  # requests at once, as after an update: a token of a large batch takes longer than one of a small
 HELD_OUT = 256
@@ -168,10 +169,19 @@ class Worker:
     def __init__(self, arm: str, setting: Setting, seed: int, replies: Any) -> None:
         from trl_ulorl import VerifierReward
 
+        class KeepingReward(VerifierReward):
+            """Keeps what it scored last, for the probe."""
+
+            scored: dict[str, Any]
+
+            def __call__(self, **kwargs: Any) -> Any:
+                self.scored = kwargs
+                return super().__call__(**kwargs)
+
         self.setting = setting
         self.replies = replies
         self.is_stock = arm == "trl"
-        self.reward = VerifierReward()
+        self.reward = KeepingReward()
         self.trainer = self._build(arm, seed)
         self.initial = {name: value.clone() for name, value in self.trainer.model.state_dict().items()}
         self.steps_left = 0
@@ -411,10 +421,14 @@ class Worker:
         return ColocatedEngine(self.trainer.vllm_generation, sync_weights=sync_weights, eos_token_ids=eos)
 
     def _measure_engine(self) -> dict[str, Any]:
-        """Return the seconds of a decode step by number of sequences, of a request by its tokens, and of a weight sync."""
+        """Return the seconds of a decode step by number of sequences, and of what comes to it.
+
+        That is a request, by its tokens where many come at once and what it takes more where one comes at a time, the
+        scoring of a completion, and a weight sync.
+        """
         from trl_ulorl.rollout.engine import DecodeRequest
 
-        trainer = self.trainer
+        trainer, scored = self.trainer, self.reward.scored
         engine = self._engine(lambda: None, may_end=False)
         rows = trainer._tokenized(list(trainer.train_dataset["prompt"][:1024]))
         tokens = np.concatenate(rows).astype(np.int32)
@@ -431,19 +445,37 @@ class Worker:
                 for _ in range(PREFILL_STEPS):
                     stream.step()
                 curve[str(size)] = timed(lambda: [stream.step() for _ in range(CURVE_STEPS)]) / CURVE_STEPS
+        # One sequence ends in each step, and another takes its place, as with continuous rollout.
+        with engine.stream() as stream:
+            for key, prefix in enumerate(prefixes(PREFILLS, CURVE_CONTEXT)):
+                stream.submit(key, DecodeRequest(prefix, PREFILL_STEPS + 1 + key))
+            for _ in range(PREFILL_STEPS):
+                stream.step()
+
+            def replace_one() -> None:
+                for ended in stream.step():
+                    (prefix,) = prefixes(1, REQUEST_LENGTHS[0])
+                    stream.submit(PREFILLS + ended.request_index, DecodeRequest(prefix, PREFILLS))
+
+            one_by_one = timed(lambda: [replace_one() for _ in range(CURVE_STEPS)]) / CURVE_STEPS
         request_seconds = {}
-        for length in (16, 112):
+        for length in REQUEST_LENGTHS:
             requests = [[DecodeRequest(prefix, 1) for prefix in prefixes(PREFILLS, length)] for _ in range(4)]
             seconds = np.median([timed(lambda batch=batch: list(engine.decode(batch))) for batch in requests])
             request_seconds[length] = float(seconds) / PREFILLS
-        per_token = max(1e-7, (request_seconds[112] - request_seconds[16]) / (112 - 16))  # noise may swallow it
+        short, long = REQUEST_LENGTHS
+        per_token = max(
+            1e-7, (request_seconds[long] - request_seconds[short]) / (long - short)
+        )  # noise may swallow it
         # The step that computes a prompt also gives its first token, among those of the sequences that decode.
         in_step = curve[str(PREFILLS)] / PREFILLS
         sync = timed(lambda: [trainer.vllm_generation.sync_weights() for _ in range(4)]) / 4
         return {
             "decode_curve": curve,
             "prefill_seconds": per_token,
-            "request_seconds": max(0.0, request_seconds[16] - in_step - 16 * per_token),
+            "request_seconds": max(0.0, request_seconds[short] - in_step - short * per_token),
+            "admission_seconds": max(0.0, one_by_one - curve[str(PREFILLS)] - (request_seconds[short] - in_step)),
+            "score_seconds": timed(lambda: self.reward(**scored)) / len(scored["completions"]),
             "sync_seconds": sync,
             "prompt_length": float(np.mean([len(row) for row in rows])),
         }
@@ -693,10 +725,16 @@ def plan_of(
         prefill_seconds=probe["prefill_seconds"],
         prompt_length=round(probe["prompt_length"] + request_tokens),
     )
-    # It plans the decoding; loading the weights into vLLM is what it leaves out and what was measured beside it.
+    # It plans the decoding. What it leaves out was measured beside it: loading the weights into vLLM, and for each
+    # completion the scoring, which goes on meanwhile on the same cores, and its coming alone among others that decode.
+    completions = setting.groups * GENERATIONS
     seconds = figures.rollout_seconds + probe["sync_seconds"]
+    if schedule["arm"] != "trl":
+        seconds += completions * probe["score_seconds"]
+    if schedule["arm"] == "continuous":
+        seconds += completions * probe["admission_seconds"]
     return {
-        "completions_per_second": setting.groups * GENERATIONS / seconds,
+        "completions_per_second": completions / seconds,
         "occupancy": figures.occupancy,
         "age_mean": figures.age_mean,
         "prefill_frac": figures.prefill_seconds / seconds,
