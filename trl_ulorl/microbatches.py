@@ -102,19 +102,20 @@ def dealt_rows(lengths: Sequence[int], num_micro_batches: int) -> list[list[int]
 
 
 def joined_rows(
-    prompt_lengths: ArrayLike, lengths: ArrayLike, num_micro_batches: int, *, rank: int = 0
+    prompt_widths: ArrayLike, widths: ArrayLike, num_micro_batches: int, *, rank: int = 0
 ) -> list[list[int]]:
     """Deal rows by length where they may share a micro-batch as long as it gets no larger than the largest.
 
-    The largest is that of micro-batches of equal numbers of rows. Within this bound it is the cheapest way to cut the rows,
-    ordered by length, into at most `num_micro_batches` parts: the fewest cells of padded matrices, where a pass more costs
-    as much as some cells more. Rows without a token, which add nothing to a loss that is divided by the batch's tokens, are
-    left out.
+    The largest is that of micro-batches of equal numbers of rows, on whichever rank. Within this bound it is the cheapest way
+    to cut the rows, ordered by length, into at most `num_micro_batches` parts: the fewest cells of padded matrices, where a
+    pass more costs as much as some cells more. Rows without a token, which add nothing to a loss that is divided by the
+    batch's tokens, are left out.
 
     Args:
-        prompt_lengths: Lengths of the prompts in tokens, shape `(ranks, rows)`.
-        lengths: Lengths of the completions in tokens, shape `(ranks, rows)`. Every rank has as many rows in each
-            micro-batch, so that ranks stay in step, and they fit on each; one with fewer rows that have tokens adds others.
+        prompt_widths: Columns that each row's prompt takes, padding to a multiple included, shape `(ranks, rows)`.
+        widths: Columns that its completion takes; 0 without a token, shape `(ranks, rows)`. Every rank has as many rows in
+            each micro-batch, so that ranks stay in step; one with fewer rows that have tokens adds others. A micro-batch
+            counts as on the rank where it is largest, for which the others wait.
         num_micro_batches: Most micro-batches, a divisor of the number of rows.
         rank: Whose rows are dealt.
 
@@ -125,16 +126,13 @@ def joined_rows(
         >>> joined_rows([[20] * 8], [[100, 900, 90, 90, 80, 80, 70, 0]], 8)
         [[1], [0, 2, 3, 4, 5, 6]]
     """
-    prompts, completions = np.asarray(prompt_lengths), np.asarray(lengths)
+    prompts, completions = np.asarray(prompt_widths), np.asarray(widths)
     order = np.lexsort((-prompts, -completions), axis=1)
-    num_rows = max(1, int((completions > 0).sum(axis=1).max()))
-    # At most as long is the n-th longest row of every rank, and at most as long is its prompt.
-    widths, prompt_widths = (
-        np.take_along_axis(values, order, axis=1)[:, :num_rows].max(axis=0) for values in (completions, prompts)
-    )
-    size = completions.shape[1] // num_micro_batches
-    counts = _cheapest_counts(prompt_widths, widths, size, num_micro_batches)
-    return [part.tolist() for part in np.split(order[rank, :num_rows], np.cumsum(counts)[:-1])]
+    order = order[:, : max(1, int((completions > 0).sum(axis=1).max()))]
+    prompts, completions = (np.take_along_axis(values, order, axis=1) for values in (prompts, completions))
+    size = np.shape(widths)[1] // num_micro_batches
+    counts = _cheapest_counts(prompts, completions, size, num_micro_batches)
+    return [part.tolist() for part in np.split(order[rank], np.cumsum(counts)[:-1])]
 
 
 def _cheapest_counts(
@@ -143,26 +141,27 @@ def _cheapest_counts(
     """Return how many rows each micro-batch holds; see `joined_rows`.
 
     Args:
-        prompt_widths: Columns that each row's prompt needs, shape `(N,)`.
-        widths: Columns that its completion needs, the longest first, shape `(N,)`.
+        prompt_widths: Columns that each row's prompt takes, shape `(ranks, N)`.
+        widths: Columns that its completion takes, the longest first, shape `(ranks, N)`.
         size: Rows of a micro-batch if all are of one size.
         num_micro_batches: Most micro-batches.
     """
-    starts = np.arange(0, widths.size, size)
-    most_cells = int(size * (np.maximum.reduceat(prompt_widths, starts) + widths[starts]).max())
+    num_rows = widths.shape[1]
+    starts = np.arange(0, num_rows, size)
+    most_cells = int(size * (np.maximum.reduceat(prompt_widths, starts, axis=1) + widths[:, starts]).max())
+    least_columns = (prompt_widths + widths).max(axis=0)  # of a micro-batch with that row in it
     counts: list[int] = []
     pass_cells = _PASS_CELLS
     while not counts or len(counts) > num_micro_batches:
-        cost, first = np.zeros(widths.size + 1), np.zeros(widths.size + 1, dtype=np.int64)
-        for end in range(1, widths.size + 1):
-            most_rows = most_cells // (prompt_widths[end - 1] + widths[end - 1])  # if all were as short as the last
-            starts = np.arange(max(0, end - most_rows), end)
-            longest_prompts = np.maximum.accumulate(prompt_widths[starts][::-1])[::-1]
-            cells = (end - starts) * (longest_prompts + widths[starts])
+        cost, first = np.zeros(num_rows + 1), np.zeros(num_rows + 1, dtype=np.int64)
+        for end in range(1, num_rows + 1):
+            starts = np.arange(max(0, end - most_cells // int(least_columns[end - 1])), end)
+            longest_prompts = np.maximum.accumulate(prompt_widths[:, starts][:, ::-1], axis=1)[:, ::-1]
+            cells = (end - starts) * (longest_prompts + widths[:, starts]).max(axis=0)
             costs = np.where(cells <= most_cells, cost[starts] + cells + pass_cells, np.inf)
             best = int(costs.argmin())
             cost[end], first[end] = costs[best], starts[best]
-        counts, end = [], widths.size
+        counts, end = [], num_rows
         while end:
             counts.append(int(end - first[end]))
             end = int(first[end])
@@ -171,7 +170,11 @@ def _cheapest_counts(
 
 
 def dealt_window(
-    batches: Sequence[dict[str, Any]], *, gather: Callable[[Tensor], Tensor] | None = None, rank: int = 0
+    batches: Sequence[dict[str, Any]],
+    *,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    rank: int = 0,
+    pad_to_multiple_of: int | None = None,
 ) -> list[list[tuple[int, int]]]:
     """Deal a window's rows to its micro-batches by the length of their completions.
 
@@ -180,6 +183,7 @@ def dealt_window(
         gather: Joins a tensor's first dimension over all ranks. Given, short rows share a micro-batch, those without a token
             are left out, and the first micro-batches are left without rows: gradients are exchanged in the last.
         rank: This process's place in what is gathered.
+        pad_to_multiple_of: The widths that `cut` leaves are multiples of it.
 
     Returns:
         For each micro-batch the place of its rows now: a micro-batch and a row of it.
@@ -189,9 +193,12 @@ def dealt_window(
     if gather is None:
         parts = dealt_rows(ends.tolist(), len(batches))
     else:
-        prompts = torch.cat([_row_ends(batch["prompt_mask"].flip(1)) for batch in batches])
-        prompt_lengths, lengths = gather(torch.stack([prompts, ends]).unsqueeze(0)).cpu().numpy().swapaxes(0, 1)
-        joined = joined_rows(prompt_lengths, lengths, len(batches), rank=rank)
+        prompt_ends = torch.cat([_row_ends(batch["prompt_mask"].flip(1)) for batch in batches])
+        multiple = pad_to_multiple_of or 1
+        own = torch.stack([prompt_ends, ends.clamp(min=_MIN_COMPLETION_COLUMNS) * (ends > 0)])
+        own = (own + multiple - 1) // multiple * multiple
+        prompt_widths, widths = gather(own.unsqueeze(0)).cpu().numpy().swapaxes(0, 1)
+        joined = joined_rows(prompt_widths, widths, len(batches), rank=rank)
         parts = [[] for _ in range(len(batches) - len(joined))] + joined
     return [[divmod(row, size) for row in rows] for rows in parts]
 

@@ -497,9 +497,13 @@ class UloRLTrainer(ResumableTrainer):
             batches = [self._buffered_inputs[slot] for slot in slots]
             window = self._step - index
             if self._dealt is None or self._dealt[0] != window:
-                gather = self.accelerator.gather if self.args.dynamic_micro_batches else None
-                rank = self.accelerator.process_index
-                self._dealt = (window, microbatches.dealt_window(batches, gather=gather, rank=rank))
+                dealt = microbatches.dealt_window(
+                    batches,
+                    gather=self.accelerator.gather if self.args.dynamic_micro_batches else None,
+                    rank=self.accelerator.process_index,
+                    pad_to_multiple_of=self.pad_to_multiple_of,
+                )
+                self._dealt = (window, dealt)
             inputs = microbatches.deal(batches, index, self._dealt[1][index])
             if not self._dealt[1][index]:
                 return inputs

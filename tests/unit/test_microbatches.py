@@ -190,26 +190,62 @@ def test_joined_rows_are_cut_where_it_is_cheapest(size, data):
         assert sum(completions[row] for row in rows) == sum(completions), "every token is trained on"
         keys = [(completions[row], prompts[row]) for row in rows]
         assert keys == sorted(keys, reverse=True)
-        ordered.append(keys)
-    widths, prompt_widths = np.array(ordered).max(axis=0).T
+        ordered.append(rows)
 
     def cells(borders):
-        parts = np.split(np.arange(num_dealt), borders)
-        return [len(part) * int(prompt_widths[part].max() + widths[part].max()) for part in parts]
+        """Of each micro-batch on the rank where it is largest, as ranks wait for each other."""
+        of_ranks = [
+            cells_of(np.split(rows, borders), prompt_lengths[rank], lengths[rank]) for rank, rows in enumerate(ordered)
+        ]
+        return np.max(of_ranks, axis=0).tolist()
 
     bound = max(cells(range(size, num_dealt, size)))
-    for rank, parts in enumerate(by_rank):
-        assert max(cells_of(parts, prompt_lengths[rank], lengths[rank])) <= bound
-    # The widest of all ranks counts, as they wait for each other.
     cheapest = {}  # cells by number of micro-batches, in whatever way the rows are cut
     for number in range(num_dealt):
         for borders in combinations(range(1, num_dealt), number):
             if max(parts := cells(borders)) <= bound:
                 cheapest[number + 1] = min(cheapest.get(number + 1, np.inf), sum(parts))
-    assert sum(cells(np.cumsum(counts)[:-1])) == cheapest[len(counts)]
+    borders = np.cumsum(counts)[:-1]
+    assert max(cells(borders)) <= bound and sum(cells(borders)) == cheapest[len(counts)]
     cost = {number: cells + 128 * number for number, cells in cheapest.items()}
     best = [number for number in cost if cost[number] == min(cost.values())]
     assert len(counts) in best or min(best) > num_micro_batches, "a pass counts for more only where there are too few"
+
+
+def test_another_rank_s_prompts_make_no_room():
+    # 400 + 100 columns at most: the long prompts and the long completions are on different ranks.
+    prompt_widths, widths = [[400, 400, 10, 10, 10, 10], [10] * 6], [[100] * 6, [490, 400, 300, 200, 120, 110]]
+    assert joined_rows(prompt_widths, widths, 6, rank=1) == [[0], [1], [2], [3], [4, 5]]
+
+
+@pytest.mark.parametrize("multiple", [None, 8, 64])
+@given(data=st.data())
+@settings(max_examples=60)
+def test_no_joined_micro_batch_is_larger_than_the_largest_once_it_is_padded(multiple, data):
+    num_micro_batches, size = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
+    num_rows = num_micro_batches * size
+    drawn = [
+        st.lists(tokens, min_size=num_rows, max_size=num_rows) for tokens in (st.integers(1, 20), st.integers(1, 300))
+    ]
+    (batch,) = make_batches(*map(data.draw, drawn), 1)
+    multiple_of = multiple or 1
+    padding = {name: -value.size(1) % multiple_of for name, value in batch.items() if name.endswith("_mask")}
+    batch = {
+        name: pad(value, (padding["prompt_mask"], 0) if name.startswith("prompt") else (0, padding["completion_mask"]))
+        for name, value in batch.items()
+        if name.startswith(("prompt", "completion"))
+    }
+    batches = [{name: value[i : i + size] for name, value in batch.items()} for i in range(0, num_rows, size)]
+
+    def most_cells(places):
+        parts = [cut(deal(batches, 0, part), pad_to_multiple_of=multiple) for part in places if part]
+        return max(
+            len(part["prompt_ids"]) * (part["prompt_ids"].size(1) + part["completion_ids"].size(1)) for part in parts
+        )
+
+    joined = dealt_window(batches, gather=lambda own: own, pad_to_multiple_of=multiple)
+    rows = [place for part in joined for place in part]
+    assert most_cells(joined) <= most_cells([rows[start : start + size] for start in range(0, num_rows, size)])
 
 
 @given(data=st.data())
