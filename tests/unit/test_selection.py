@@ -105,6 +105,20 @@ def test_is_mixed(rows, weights, expected):
     assert is_mixed(make_group(rows), weights=weights) is expected
 
 
+@settings(derandomize=True, max_examples=150)
+@given(st.lists(st.floats(-5000, 5000, width=32), min_size=1, max_size=3), st.integers(2, 16), st.booleans())
+def test_equal_rewards_of_any_size_are_not_mixed(row, num_generations, is_per_function):
+    """In float32 the mean of equal numbers may be another number: that of six times 150.15 is."""
+    group = make_group([row] * num_generations)
+    weights = [1.0, 0.7, -2.0][: len(row)]
+    assert not is_mixed(group, weights=weights, is_per_function=is_per_function)
+
+
+def test_sums_differ_by_more_than_their_rounding():
+    assert not is_mixed(make_group([[33.3, 66.7], [100, 0], [66.7, 33.3]]), weights=[1, 1])
+    assert is_mixed(make_group([[33.3, 66.7], [100, 0.001]]), weights=[1, 1])
+
+
 # --- truncation -----------------------------------------------------------------------------------------------------
 
 

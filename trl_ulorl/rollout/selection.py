@@ -9,6 +9,7 @@ import numpy as np
 from .pool import Finish, Float32Array, RolloutGroup
 
 MIN_DECIDED = 2  # a baseline needs two rewards
+_ROUNDING = 1e-6  # what float32 sums may differ by, of the largest one or of 1
 
 
 def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index: int | None) -> None:
@@ -89,9 +90,11 @@ def is_mixed(
     decided = is_decided(group.rewards)
     if not decided.any():
         return False
-    weighted = np.nan_to_num(group.rewards * np.asarray(weights, dtype=np.float32), nan=0.0)
+    # In float64, as the mean of equal numbers is else another number.
+    weighted = np.nan_to_num(group.rewards.astype(np.float64) * np.asarray(weights), nan=0.0)
     totals = (weighted if is_per_function else weighted.sum(axis=1, keepdims=True))[decided]
-    differs = np.abs(totals - totals.mean(axis=0)).max(axis=1) > 1e-6
+    rounding = _ROUNDING * np.maximum(1.0, np.abs(totals).max(axis=0))
+    differs = (np.abs(totals - totals.mean(axis=0)) > rounding).any(axis=1)
     if is_truncated_masked:
         differs &= ~is_truncated(group)[decided]
     return bool(differs.any())
