@@ -163,7 +163,8 @@ MAX_TRUNCATED = 0.9
 class Alarms:
     """Warns before a run is lost: drift of stale tokens, an engine that is off the policy, truncation, held prompts.
 
-    Each alarm speaks once and again only after its condition has passed.
+    Each alarm speaks once and again only after its condition has passed. A step that does not tell, as it has no token of an
+    age or completed no group, changes nothing.
 
     Args:
         watch_importance: Whether drift is watched.
@@ -184,16 +185,21 @@ class Alarms:
             **self._truncation(metrics),
             **self._starvation(metrics),
         }
-        new = [text for name, text in found.items() if name not in self._raised]
-        self._raised = set(found)
+        new = [text for name, text in found.items() if text is not None and name not in self._raised]
+        self._raised -= found.keys()
+        self._raised |= {name for name, text in found.items() if text is not None}
         for text in new:
             logger.warning(text)
         return new
 
-    def _drift(self, metrics: Mapping[str, float]) -> dict[str, str]:
+    # Each returns the alarms that the metrics decide on: the text of one that is raised, else None.
+
+    def _drift(self, metrics: Mapping[str, float]) -> dict[str, str | None]:
+        if not {"importance/stale_kl", "importance/stale_ess"} & metrics.keys():
+            return {}
         kl, ess = metrics.get("importance/stale_kl", 0.0), metrics.get("importance/stale_ess", 1.0)
         if kl <= MAX_STALE_KL and ess >= MIN_STALE_ESS:
-            return {}
+            return {"drift": None}
         return {
             "drift": f"Tokens of older policies have drifted from the current one: KL {kl:.3f} nats per token (alarm at "
             f"{MAX_STALE_KL}), effective sample size {ess:.2f} (alarm at {MIN_STALE_ESS}). POIS treats them as "
@@ -201,22 +207,25 @@ class Alarms:
             "`off_policy_mask_threshold`, or try `importance_mode='sais'`."
         }
 
-    def _engine_gap(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        kl = metrics.get("importance/kl_age_0", 0.0)
-        if kl <= MAX_FRESH_KL:
+    def _engine_gap(self, metrics: Mapping[str, float]) -> dict[str, str | None]:
+        kl = metrics.get("importance/kl_age_0")
+        if kl is None:
             return {}
+        if kl <= MAX_FRESH_KL:
+            return {"engine": None}
         return {
             "engine": f"Tokens that the current policy sampled do not fit it: KL {kl:.3f} nats per token (alarm at "
             f"{MAX_FRESH_KL}). Decoding and training disagree on weights, precision or temperature, or the updates on one batch "
             "move the policy far. Run `trl-ulorl doctor` with this engine; with several updates per batch lower the learning rate."
         }
 
-    def _truncation(self, metrics: Mapping[str, float]) -> dict[str, str]:
+    def _truncation(self, metrics: Mapping[str, float]) -> dict[str, str | None]:
         share = metrics.get("rollout/truncated_frac")
         if share is None:
             return {}
         self._truncated.append(share)
-        recent, found = list(self._truncated), {}
+        recent = list(self._truncated)
+        found: dict[str, str | None] = {"truncated": None, "growth": None}
         if len(recent) >= 3 and min(recent[-3:]) >= MAX_TRUNCATED:
             found["truncated"] = (
                 f"{share:.0%} of the rollouts reach the length limit without an answer, for three steps now: they all "
@@ -233,10 +242,12 @@ class Alarms:
             )
         return found
 
-    def _starvation(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        age = metrics.get("rollout/oldest_group_age", 0.0)
-        if age <= self._max_group_age:
+    def _starvation(self, metrics: Mapping[str, float]) -> dict[str, str | None]:
+        age = metrics.get("rollout/oldest_group_age")
+        if age is None:
             return {}
+        if age <= self._max_group_age:
+            return {"starvation": None}
         return {
             "starvation": f"A prompt has been held for {age:.0f} optimizer steps (alarm above {self._max_group_age}): "
             "its rollouts are hardly continued. Lower `max_inflight_groups`, or set `max_staleness`."

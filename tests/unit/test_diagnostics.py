@@ -123,6 +123,22 @@ def truncated(share):
 HALF = TRUNCATION_WINDOW // 2
 
 
+def test_a_step_that_tells_nothing_ends_no_alarm(alarms):
+    """A step that finds its batch in the pool completes no group; an update may have no token of an age."""
+    bad = {
+        **HEALTHY,
+        "importance/stale_kl": 1.0,
+        "importance/kl_age_0": 1.0,
+        "rollout/truncated_frac": 1.0,
+        "rollout/oldest_group_age": 99.0,
+    }
+    assert sum(len(alarms.check(bad)) for _ in range(3)) == 4
+    assert alarms.check({"rollout/oldest_group_age": 99.0}) == []
+    assert alarms.check(bad) == []
+    assert alarms.check({**HEALTHY, "importance/kl_age_0": 0.0}) == []
+    assert len(alarms.check(bad)) == 3, "all but truncation, which takes three steps"
+
+
 def test_growth_of_truncation(alarms):
     for share in [0.10] * HALF + [0.40] * (HALF - 1):
         assert alarms.check(truncated(share)) == []  # half a window tells nothing yet
