@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,14 +64,12 @@ def replay_logs(
 ) -> None:
     """Log what the reward functions logged when they scored these rollouts.
 
-    Columns are aligned with the batch (None where a call logged none); a metric is the mean over the rollouts of the
-    calls that logged it.
+    Columns are aligned with the batch (None where a call logged none). A metric is logged for each rollout of the calls that
+    logged it: TRL's mean is then over these rollouts of all ranks, however many a rank holds.
     """
     for column in sorted({name for rollout in rollouts for name in rollout.logs}):
         log_extra(column, [rollout.logs.get(column) for rollout in rollouts])
-    values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
-        for name, logged in rollout.metrics.items():
-            values[name].extend(logged)
-    for name in sorted(values):
-        log_metric(name, float(np.mean(values[name])))
+        for name, values in rollout.metrics.items():
+            for value in values:
+                log_metric(name, value)

@@ -14,6 +14,7 @@ import weakref
 import numpy as np
 import pytest
 
+from trl_ulorl.replay import replay_logs
 from trl_ulorl.rollout.pool import Finish, Rollout, Segment
 from trl_ulorl.rollout.scoring import (
     MAX_FIRST_FAILURES,
@@ -475,3 +476,18 @@ def test_a_call_under_way_is_not_repeated_when_the_scorer_is_closed():
     scorer.close()
     scorer._thread.join(TIMEOUT)
     assert not scorer._thread.is_alive() and calls == [4]
+
+
+# --- replay ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_metric_is_the_mean_over_the_completions_of_all_ranks():
+    """TRL divides the sum of what all ranks logged by its number; a rank may hold few of the completions that were judged."""
+    logged = []
+    for shares in ([1.0], [0.0, 0.0, 0.0]):
+        rollouts = [make_item().rollout for _ in range(4)]
+        for rollout, share in zip(rollouts, shares, strict=False):
+            rollout.metrics["judged"] = [share]
+        replay_logs(rollouts, lambda column, values: None, lambda name, value: logged.append((name, value)))
+    assert {name for name, _ in logged} == {"judged"}
+    assert sum(value for _, value in logged) / len(logged) == 0.25
