@@ -120,10 +120,24 @@ def arguments(tmp_path, cls=UloRLConfig, **overrides):
     return cls(**{**values, **overrides})
 
 
-def make_trainer(tmp_path, reward_funcs=length_reward, *, engine=None, dataset=None, model=None, **overrides):
+def make_trainer(
+    tmp_path,
+    reward_funcs=length_reward,
+    *,
+    engine=None,
+    dataset=None,
+    model=None,
+    reward_processing_classes=None,
+    **overrides,
+):
     args = arguments(tmp_path, **overrides)
     trainer = UloRLTrainer(
-        model or make_model(), reward_funcs, args, dataset or make_dataset(), processing_class=make_tokenizer()
+        model or make_model(),
+        reward_funcs,
+        args,
+        dataset or make_dataset(),
+        processing_class=make_tokenizer(),
+        reward_processing_classes=reward_processing_classes,
     )
     trainer.remove_callback(ProgressCallback)
     if engine is not None:

@@ -158,8 +158,8 @@ def is_reward_model(func: Any) -> bool:
     return isinstance(func, (str, nn.Module))
 
 
-def check_reward_funcs(reward_funcs: list[Any], args: UloRLConfig) -> int:
-    """Return the index of the correctness function among the reward functions that are no models.
+def check_reward_funcs(reward_funcs: list[Any], args: UloRLConfig) -> int | None:
+    """Return the index of the correctness function among the reward functions that are no models; None if all are models.
 
     Raises:
         TypeError: If one can't be called, or is a class.
@@ -187,7 +187,7 @@ def check_reward_funcs(reward_funcs: list[Any], args: UloRLConfig) -> int:
         )
     names = [get_callable_name(func) for func, skip in zip(reward_funcs, is_model, strict=True) if not skip]
     if args.correctness_func is None:
-        return 0
+        return 0 if names else None
     if args.correctness_func not in names:
         raise ValueError(
             f"`correctness_func` ({args.correctness_func!r}) is none of the reward functions {names}. Name one of them, "

@@ -37,7 +37,7 @@ class SampleLog:
         is_enabled: False writes nothing.
         decode: Token ids to text.
         read_row: A row index to the row of the training set.
-        correctness_index: The reward that says what is right.
+        correctness_index: The reward that says what is right; None for none.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SampleLog:
         is_enabled: bool,
         decode: Callable[[Sequence[int]], str],
         read_row: Callable[[int], dict[str, Any]],
-        correctness_index: int,
+        correctness_index: int | None,
     ) -> None:
         self._path = path
         self._is_enabled = is_enabled
@@ -116,12 +116,7 @@ class SampleLog:
 
     def _chosen(self, group: RolloutGroup) -> list[Rollout]:
         """Return the longest rollout of those with the most correctness, and with the least, and the shortest of all."""
-        correctness = [
-            -np.inf
-            if rollout.rewards is None or np.isnan(rollout.rewards[self._correctness_index])
-            else float(rollout.rewards[self._correctness_index])
-            for rollout in group.rollouts
-        ]
+        correctness = [_correctness(rollout, self._correctness_index) for rollout in group.rollouts]
         chosen = []
         for value in dict.fromkeys([max(correctness), min(correctness)]):
             alike = [r for r, each in zip(group.rollouts, correctness, strict=True) if each == value]
@@ -142,6 +137,12 @@ class SampleLog:
                 for segment, part in zip(segments, parts, strict=True)
             ],
         }
+
+
+def _correctness(rollout: Rollout, index: int | None) -> float:
+    if index is None or rollout.rewards is None or np.isnan(rollout.rewards[index]):
+        return -np.inf
+    return float(rollout.rewards[index])
 
 
 def _question(prompt: Any) -> str:

@@ -315,7 +315,7 @@ class UloRLTrainer(ResumableTrainer):
         self.reward_processing_classes.append(None)
         self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
-    def _build_collector(self, correctness_index: int, engine: SegmentEngine) -> ExperienceCollector:
+    def _build_collector(self, correctness_index: int | None, engine: SegmentEngine) -> ExperienceCollector:
         args = self.args
         is_model = [is_reward_model(func) for func in self.reward_funcs]
         weights = [w for w, skip in zip(self.reward_weights.tolist(), is_model, strict=True) if not skip]
@@ -465,7 +465,11 @@ class UloRLTrainer(ResumableTrainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._handover is not None:
             replay_logs(self._handover.rollouts, self._log_completion_extra, self._log_metric)
-        return cast(Tensor, super()._calculate_rewards(*args, **kwargs))
+        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
+        if self._handover is not None:  # a reward model must not make up for what a function could not say
+            left_out = [rollout.has_failed_reward for group in self._collector.training for rollout in group.rollouts]
+            rewards[torch.tensor(left_out, device=rewards.device)] = torch.nan
+        return rewards
 
     def _add_sampling_data(self, output: dict[str, Any], rollouts: list[Rollout], version: int) -> None:
         """Add what each token was sampled with, and with SAIS make it the denominator (Eq. 8).
@@ -689,12 +693,16 @@ class UloRLTrainer(ResumableTrainer):
 
     def _description(self) -> dict[str, Any]:
         """What `run.json` says of the run."""
-        args = self.args
+        args, names = self.args, self.reward_func_names
+        is_model = [is_reward_model(func) for func in self.reward_funcs]
+        functions = [name for name, skip in zip(names, is_model, strict=True) if not skip]
+        index = self._correctness_index
         return {
             "model": get_config_model_id(self.model.config),
             "rows": len(self.train_dataset),
-            "reward_functions": self.reward_func_names,
-            "correctness": self.reward_func_names[self._correctness_index] if self.reward_func_names else None,
+            "reward_functions": functions,  # those that `rollouts.jsonl` has the rewards of
+            "reward_models": [name for name, skip in zip(names, is_model, strict=True) if skip],
+            "correctness": None if index is None else functions[index],
             "num_processes": self.accelerator.num_processes,
             "max_steps": self.state.max_steps,
             "batches_per_step": args.gradient_accumulation_steps / args.micro_steps_per_batch,

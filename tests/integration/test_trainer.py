@@ -15,6 +15,7 @@ from conftest import make_dataset, make_model, make_tokenizer
 from datasets import Dataset
 from helpers import EOS, PreparedEngine, arguments, length_reward, make_trainer, parameters
 from reference import ulorl_loss
+from transformers import Qwen3ForSequenceClassification
 from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
@@ -488,6 +489,61 @@ def test_logged_values_of_several_functions_and_calls_are_averaged(tmp_path):
     trainer.train()
     assert history(trainer, "m") == [3.0]
     assert set(map(type, trainer._logs["extra"]["odd"])) == {float}
+
+
+def make_reward_model():
+    config = make_model().config
+    config.num_labels = 1
+    return Qwen3ForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("order", ["model", "function, model", "model, function", "model, soft"])
+def test_reward_models_score_the_batch_and_functions_say_what_is_correct(tmp_path, order):
+    judged = []
+
+    def correct(completions, **kwargs):
+        values = [
+            None if len(c[0]["content"]) == 5 else r
+            for c, r in zip(completions, length_reward(completions), strict=True)
+        ]
+        judged.extend(values)
+        return values
+
+    parts = {"model": make_reward_model(), "function": correct}
+    trainer = make_trainer(
+        tmp_path,
+        [parts[name] for name in order.split(", ") if name in parts],
+        engine=PreparedEngine(16),
+        reward_processing_classes=[
+            make_tokenizer() if name == "model" else None for name in order.split(", ") if name in parts
+        ],
+        dynamic_sampling=False,
+        overlong="soft" if "soft" in order else "mask",
+        num_segments=2,
+        max_steps=3,
+    )
+    calculate_rewards, rewards = trainer._calculate_rewards, []
+    trainer._calculate_rewards = lambda *args: rewards.append(calculate_rewards(*args)) or rewards[-1]
+    trainer.train()
+    assert len(rewards) == 3
+    assert len(json.loads((tmp_path / "run" / "_samples.json").read_text())["samples"]) == 3
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    num_functions = {len(rollout["rewards"]) for line in lines for rollout in line["rollouts"]}
+    assert num_functions == {len(described["reward_functions"])}
+    assert len(described["reward_models"]) == 1
+    if "function" not in order:
+        assert described["correctness"] is None and history(trainer, "accuracy") == []
+        return
+    assert described["correctness"] == "correct"
+    assert 0 < history(trainer, "accuracy")[0] < 1
+    assert None in judged
+    for of_batch in rewards:
+        function, model = (
+            of_batch[:, order.split(", ").index("function")],
+            of_batch[:, order.split(", ").index("model")],
+        )
+        assert torch.equal(function.isnan(), model.isnan()), "half a sum is no reward"
 
 
 def test_groups_that_differ_only_in_masked_rollouts_are_filtered(tmp_path):

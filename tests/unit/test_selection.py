@@ -58,6 +58,16 @@ def test_undecided_rollouts_lose_all_rewards(rows, failed, expected):
     assert_table(settle(rows, failed=failed), expected)
 
 
+def test_who_lost_all_rewards_is_noted():
+    """A reward model scores later, and must not make up for what a function could not say."""
+    group = make_group([[1, NAN], [NAN, NAN], [0, NAN]])
+    settle_rewards(group, weights=[1.0, 1.0], wrong_index=None)
+    assert [rollout.has_failed_reward for rollout in group.rollouts] == [False, True, False]
+    group = make_group([[NAN], [NAN]], failed={1})  # no function applies to the group
+    settle_rewards(group, weights=[1.0], wrong_index=None)
+    assert [rollout.has_failed_reward for rollout in group.rollouts] == [False, True]
+
+
 def test_settled_rewards_stay_float32():
     group = make_group([[1, NAN], [0, 1]])
     settle_rewards(group, weights=[1.0, 1.0], wrong_index=0)

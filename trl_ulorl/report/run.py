@@ -63,8 +63,8 @@ class Rollouts:
         return is_trained
 
     @classmethod
-    def from_records(cls, records: Sequence[dict[str, Any]], correctness_index: int) -> Rollouts:
-        """Turn the records of `rollouts.jsonl` into columns."""
+    def from_records(cls, records: Sequence[dict[str, Any]], correctness_index: int | None) -> Rollouts:
+        """Turn the records of `rollouts.jsonl` into columns; without a correctness function no rollout has any."""
         rows = [(record, rollout) for record in records for rollout in record["rollouts"]]
         segments = [(i, *pair) for i, (_, rollout) in enumerate(rows) for pair in rollout["segments"]]
         columns = np.array(segments, dtype=np.int64).reshape(-1, 3).T
@@ -83,8 +83,8 @@ class Rollouts:
         )
 
 
-def _reward(rewards: Sequence[float | None], index: int) -> float:
-    value = rewards[index] if index < len(rewards) else None
+def _reward(rewards: Sequence[float | None], index: int | None) -> float:
+    value = rewards[index] if index is not None and index < len(rewards) else None
     return np.nan if value is None else float(value)
 
 
@@ -138,9 +138,11 @@ class Run:
         """The rollouts as columns."""
         if not self.records:
             return None
-        names = self.description.get("reward_functions", [])
-        correctness = self.description.get("correctness")
-        return Rollouts.from_records(self.records, names.index(correctness) if correctness in names else 0)
+        index: int | None = 0  # where nothing was recorded
+        if "correctness" in self.description:
+            names, correctness = self.description["reward_functions"], self.description["correctness"]
+            index = names.index(correctness) if correctness in names else None
+        return Rollouts.from_records(self.records, index)
 
     @cached_property
     def ledger(self) -> tuple[dict[str, dict[str, int]], str] | None:

@@ -53,7 +53,7 @@ class CollectorSettings:
         reward_weights: Weight of each reward function.
         scored_at_batch_time: Whether a reward model gives rewards only once the batch is formed, so that nothing can
             be decided on them here.
-        correctness_index: The reward function whose mean is the accuracy.
+        correctness_index: The reward function whose mean is the accuracy; None for none.
         truncated_is_wrong: Whether truncation counts as wrong.
         truncated_is_masked: Whether truncated rollouts are left out of the loss.
         normalizes_per_function: Whether rewards are normalised per function before they are summed.
@@ -65,7 +65,7 @@ class CollectorSettings:
     dynamic_sampling: bool
     reward_weights: tuple[float, ...]
     scored_at_batch_time: bool
-    correctness_index: int
+    correctness_index: int | None
     truncated_is_wrong: bool
     truncated_is_masked: bool = False
     normalizes_per_function: bool = False

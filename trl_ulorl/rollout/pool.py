@@ -84,7 +84,8 @@ class Rollout:
         segments: In order of sampling.
         finish: None while unfinished.
         rewards: One value per reward function, NaN where undecided; None until scored.
-        has_failed_reward: Whether a reward function failed on it, so that it is left out of the baseline.
+        has_failed_reward: Whether a reward function failed on it or, once its group is settled, could not judge it, so that
+            it is left out of the baseline.
         logs: Values that reward functions gave to `log_extra`, by column.
         metrics: Values that reward functions gave to `log_metric`, by name.
     """

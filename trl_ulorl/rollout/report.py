@@ -124,8 +124,11 @@ def batch_metrics(batch: Sequence[RolloutGroup], version: int) -> dict[str, floa
     }
 
 
-def completed_metrics(completed: Sequence[CompletedGroup], correctness_index: int) -> dict[str, float]:
-    """Return accuracy, truncation and lengths of all groups that became complete, before any is filtered."""
+def completed_metrics(completed: Sequence[CompletedGroup], correctness_index: int | None) -> dict[str, float]:
+    """Return accuracy, truncation and lengths of all groups that became complete, before any is filtered.
+
+    There is no accuracy without a correctness function.
+    """
     if not completed:
         return {}
     metrics = {
@@ -135,9 +138,8 @@ def completed_metrics(completed: Sequence[CompletedGroup], correctness_index: in
     rewards = np.concatenate([group.rewards for group in completed])
     if rewards.shape[1]:
         metrics["verifier/undecided_frac"] = float(1 - is_decided(rewards).mean())
-        correctness = rewards[:, correctness_index]
-        if not np.isnan(correctness).all():
-            metrics["accuracy"] = float(np.nanmean(correctness))
+    if correctness_index is not None and not np.isnan(rewards[:, correctness_index]).all():
+        metrics["accuracy"] = float(np.nanmean(rewards[:, correctness_index]))
     return metrics
 
 

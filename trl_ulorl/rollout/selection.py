@@ -23,7 +23,7 @@ def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index
     rollout is wrong. For {0, 1} rewards their correctness is 0.
 
     Args:
-        group: Its rollouts' `rewards` are changed.
+        group: Its rollouts' `rewards` and `has_failed_reward` are changed.
         weights: Weight of each reward function.
         wrong_index: Index of the correctness function if truncation counts as wrong, else None.
     """
@@ -41,8 +41,8 @@ def settle_rewards(group: RolloutGroup, *, weights: Sequence[float], wrong_index
     rewards[is_undecided] = np.nan
     if wrong_index is not None:
         _cap_truncated(rewards, group, np.asarray(weights, dtype=np.float32), wrong_index)
-    for rollout, row in zip(group.rollouts, rewards, strict=True):
-        rollout.rewards = row
+    for rollout, row, is_left_out in zip(group.rollouts, rewards, is_undecided.tolist(), strict=True):
+        rollout.rewards, rollout.has_failed_reward = row, is_left_out
 
 
 def is_truncated(group: RolloutGroup) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
