@@ -272,7 +272,7 @@ class MemoryPlan:
         rollout: Peak while rollouts decode.
         kv_bytes_per_token: Of a token in the cache, over all devices of an engine.
         kv_tokens: Tokens that an engine's cache has room for; None where it is not on these devices.
-        pools: On a host, at most: the rollouts in flight of its processes at full length, and a batch in each process.
+        pools: On a host, if every rollout had the full length: those in flight of its processes, and a batch in each process.
     """
 
     state: StateBytes

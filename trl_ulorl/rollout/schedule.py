@@ -115,7 +115,7 @@ class ContinuousSchedule(Schedule):
     goes on under the next policy. A rollout is cut where an update happens to fall, not at a fixed length.
 
     Args:
-        num_slots: Rollouts that decode at any time, on all ranks together.
+        num_slots: Rollouts that decode at any time, on all ranks together; rounded up so that each has as many.
     """
 
     num_slots: int
