@@ -474,8 +474,16 @@ def whole_steps(
         padding_ratio: The same of the other settings.
         kv_bytes_per_token: Bytes of a token in the key-value cache.
         kv_gib: Size of the cache.
+
+    Raises:
+        ValueError: If stock TRL trained on no group with a gradient, so that there is nothing to compare with.
     """
     stock = figures["trl"]
+    if not stock.gradient_frac:
+        raise ValueError(
+            f"With so small a share of groups with differing rewards (`--mixed-frac`) no group of stock TRL's {stock.num_steps} "
+            "steps has differing rewards, so there is no speed to compare with. Raise `--steps` or the share."
+        )
     seconds_per_token = update_seconds / (padding_ratio_stock * stock.trained_tokens)
     stock_speed = _completions_per_second(stock, stock.rollout_seconds + update_seconds)
     steps = {}

@@ -200,6 +200,14 @@ def test_a_measured_curve_never_falls():
     assert measure._not_falling(np.array([1.0, 4.0, 2.0, 3.0, 8.0])).tolist() == [1, 3, 3, 3, 8]
 
 
+def test_too_few_groups_with_differing_rewards_to_compare_with(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main([*SMALL, *LOGNORMAL, *LINE, "--mixed-frac", "0.001", "--output", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "no group of stock TRL's 3 steps has differing rewards" in error and "`--steps`" in error
+    assert not path.exists()
+
+
 @pytest.mark.slow
 def test_plan_on_a_measured_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "_SIZES", (1, 16))

@@ -134,7 +134,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit code; what fails after the input was read is raised."""
+    """Run the command and return its exit code; what fails in a measurement is raised."""
     try:
         check_output(options.output)
         recipe = _read_recipe(options)
@@ -153,7 +153,12 @@ def run(options: argparse.Namespace) -> int:
         plan["recipe"] = recipe.to_dict()
         sys.stdout.write(recipe_report(recipe) + ("\n" if is_simulated else ""))
     if is_simulated:
-        plan.update(_simulated(options, workload, engine))
+        engine = _measured(options, engine)
+        try:
+            plan.update(_simulated(options, workload, engine))
+        except ValueError as error:
+            sys.stderr.write(f"trl-ulorl plan: {error}\n")
+            return 2
         sys.stdout.write(report(plan))
     if options.output is not None:
         options.output.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
@@ -210,6 +215,16 @@ def _asks_for_simulation(options: argparse.Namespace) -> bool:
     return any(getattr(options, name) is not None for name in names)
 
 
+def _measured(options: argparse.Namespace, engine: dict[str, Any]) -> dict[str, Any]:
+    """Add what is to be measured, but for what is given."""
+    if not options.measure:
+        return engine
+    from .measure import measured_engine
+
+    measured = measured_engine(options.measure, options.engine or "transformers", options.max_completion_length)
+    return {**measured, **{name: value for name, value in engine.items() if getattr(options, name) is not None}}
+
+
 def _simulated(options: argparse.Namespace, workload: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
     """Return the plan as JSON values."""
     from tqdm import tqdm
@@ -217,12 +232,6 @@ def _simulated(options: argparse.Namespace, workload: dict[str, Any], engine: di
     from .. import planner
     from ..rollout.simulated import linear_decode_time
 
-    if options.measure:
-        from .measure import measured_engine
-
-        measured = measured_engine(options.measure, options.engine or "transformers", options.max_completion_length)
-        given = {name: value for name, value in engine.items() if getattr(options, name) is not None}
-        engine = {**measured, **given}
     if "decode_curve" in engine:
         decode_time = planner.curve_decode_time(engine["decode_curve"])
     else:
