@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -87,10 +88,14 @@ def _table(before: EvaluationResult, after: EvaluationResult, k: int) -> list[st
     ]
     for name, result in (("before", before), ("after", after)):
         lines.append(
-            f"  {name:8}  {100 * result.accuracy:5.1f} %  {100 * result.standard_error:12.1f}   "
+            f"  {name:8}  {100 * result.accuracy:5.1f} %  {_points(result.standard_error):>12}   "
             f"{result.truncated_fraction:8.1%}   {result.lengths.mean():8.1f}"
         )
     return [*lines, f"  gain      {gain:+5.1f} points"]
+
+
+def _points(error: float) -> str:
+    return "-" if math.isnan(error) else f"{100 * error:.1f}"
 
 
 def _ledger(ledger: dict[str, dict[str, int]]) -> list[str]:
