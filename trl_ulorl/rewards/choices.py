@@ -184,9 +184,15 @@ def same_words(prediction: Answer, reference: Answer) -> Words | None:
     return Words(False, not is_plain_reference, (left, right))
 
 
+_LETTER = r"[^\W\d_]"
+_MARKS = re.compile(
+    rf"(?<={_LETTER})-(?={_LETTER})|(?<={_LETTER}{{2}})'(?={_LETTER})|\s|\"|(?:(?<={_LETTER}{{2}})|(?<=[\u3400-\u9fff]))!|[.]$"
+)
+
+
 def word_form(text: str) -> str:
-    """Letters and symbols of a text without case, articles, spaces and hyphens between letters."""
+    """Letters and symbols of a text without case, articles, spaces and hyphens between letters: f' and n! keep theirs."""
     text = _ARTICLE.sub("", text).casefold()
     for british, american in _SPELLINGS:
         text = text.replace(british, american)
-    return re.sub(r"(?<=[^\W\d_])[-'](?=[^\W\d_])|\s|[\"!]|[.]$", "", text)
+    return _MARKS.sub("", text)

@@ -225,6 +225,10 @@ _LAYOUT = _patterns(
     (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),  # a segment
     (r"\^\\circ\s*(?=\d)", r"^\\circ "),
     (r"\\(?:overline|dot)\s*(\d)(?!\d)", r"\\overline{\1}"),
+    (
+        r"(\.\d*)\\(?:overline|dot)\s*\{(\d)\}(?:(\d*)\\(?:overline|dot)\s*\{(\d)\})?",
+        r"\1\\overline{\2\3\4}",
+    ),  # dots at both ends
     (r"\\(frac|sqrt)\s*([0-9A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
     (r"(\\frac\s*\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),
     (r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2"),

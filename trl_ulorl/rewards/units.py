@@ -162,7 +162,7 @@ _CHINESE_RATE = re.compile(
 )
 # Where a unit may begin: after what can end a value.
 _START = re.compile(
-    r"(?<=[\d)}.])(?=[^\d)}.,+\-*=<>!{(\[])|(?<=\w) (?=[A-Za-z])|(?<=[\da-z\u3400-\u9fff])(?=[\u3400-\u9fff])|(?=\\text\{)"
+    r"(?<=[\d)}.!])(?=[^\d)}.!,+\-*=<>!{(\[])|(?<=\w) (?=[A-Za-z])|(?<=[\da-z\u3400-\u9fff])(?=[\u3400-\u9fff])|(?=\\text\{)"
 )
 _FLAT = re.compile(r"\\text\{((?:[^{}]|\{[^{}]*\})*)\}")
 _PART = re.compile(
