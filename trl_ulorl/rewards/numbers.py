@@ -107,10 +107,13 @@ def read_span(text: str) -> tuple[Fraction, Fraction, str] | None:
     return (ends[0], ends[1], high_sign) if len(ends) == 2 and ends[0] < ends[1] and low_sign <= high_sign else None
 
 
-def decimal_comma(text: str) -> Fraction | None:
-    """Value of "3,14" as written where a comma marks decimals; `None` for what could be thousands."""
-    match = _DECIMAL_COMMA.fullmatch(text)
-    return Fraction(f"{match[1]}.{match[2]}") if match and len(text) < _MAX_CHARACTERS else None
+def decimal_comma(answer: Answer) -> Fraction | None:
+    """Value of "3,14" where a comma marks decimals; `None` for what could be thousands or, as "3, 14" and "2,0", a list."""
+    match = _DECIMAL_COMMA.fullmatch(answer.form) if len(answer.form) < _MAX_CHARACTERS else None
+    if match is None or re.search(r",\s", answer.raw):
+        return None
+    value = Fraction(f"{match[1]}.{match[2]}")
+    return value if value.denominator > 1 else None
 
 
 def _in_words(text: str) -> Number | None:

@@ -223,7 +223,7 @@ def _number(prediction: Answer, reference: Answer) -> tuple[bool, str, str, bool
     if left is not None and right is not None:
         return same_value(left, right), str(left), str(right), False
     for number, other in ((left, reference), (right, prediction)):
-        value = decimal_comma(other.form)
+        value = decimal_comma(other)
         if number is not None and value is not None and number.value == value:  # 3,14 for 3.14
             return True, str(value), str(value), False
     return _ordinal(prediction, reference)
