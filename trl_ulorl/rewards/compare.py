@@ -105,7 +105,20 @@ def _names_fit(name: str, other: Item) -> bool:
     """Whether what a list says is said of one variable: x = 1, 2 is x_1 = 1, x_2 = 2, and not x = 1, y = 2."""
     items = other.items if isinstance(other, Sequence) and other.kind == "list" else ()
     root = name.partition("_")[0]
-    return all(_same_name(root, item.name.partition("_")[0]) for item in items if isinstance(item, Named))
+    return all(_same_name(root, _subject(item)) for item in items if isinstance(item, Named | Relation))
+
+
+def _subject(item: Item) -> str:
+    """What a statement is about, without an index; empty where it is solved for nothing."""
+    region = solved(item)
+    if isinstance(item, Named):
+        name = item.name
+    elif region is not None:
+        name = region[0]
+    else:
+        first = item.sides[0] if isinstance(item, Relation) and {*item.signs} == {"="} else None
+        name = first.node.name if isinstance(first, Scalar) and first.node.kind == "symbol" else ""
+    return name.partition("_")[0]
 
 
 def _simple(item: Item) -> Item:
@@ -214,8 +227,9 @@ def _same_sequence(left: Item, right: Item) -> bool:
             return False
     if {*kinds} in ({"tuple", "set"}, {"tuple", "union"}, {"set", "union"}, {"bracket", "set"}, {"bracket", "tuple"}):
         return False
-    if kinds[0] != kinds[1] and "common" in kinds:
-        return False  # nothing is in all of the one
+    says_of_which = _says_of_which(items[0]) != _says_of_which(items[1])  # x = 1, y = 2 against 1, 2
+    if (says_of_which and {"set", "union"} & {*kinds}) or (kinds[0] != kinds[1] and "common" in kinds):
+        return False  # values of several things are no set; nothing is in all of what has nothing in common
     joints = [item.joints for item in (left, right) if isinstance(item, Sequence) and item.joints]
     if len(joints) > 1 and joints[0] != joints[1]:
         return False
@@ -223,7 +237,7 @@ def _same_sequence(left: Item, right: Item) -> bool:
         "tuple" in kinds
         or "bracket" in kinds
         or any(isinstance(item, Sequence) and item.is_ordered for item in (left, right))
-        or _says_of_which(items[0]) != _says_of_which(items[1])  # x = 1, y = 2 against 1, 2
+        or says_of_which
     )
     if is_ordered:
         return len(items[0]) == len(items[1]) and all(map(same_item, *items))
@@ -235,8 +249,8 @@ def _same_sequence(left: Item, right: Item) -> bool:
 
 
 def _says_of_which(items: tuple[Item, ...]) -> bool:
-    """Whether a list gives values to several variables; x_1 and x_2 are two values of one."""
-    return len({item.name.partition("_")[0] for item in items if isinstance(item, Named)}) > 1
+    """Whether a list is about several variables; x_1 and x_2 are two values of one."""
+    return len({_subject(item) for item in items if isinstance(item, Named | Relation)}) > 1
 
 
 def _merged(items: tuple[Item, ...]) -> tuple[Item, ...]:
