@@ -28,6 +28,7 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
     records = read_lines(log) if log.exists() else []
     lengths = rollout_lengths(records)
     entropies = [entry["entropy"] for entry in history if entry.get("entropy") is not None]
+    third = max(1, len(entropies) // 3)  # as in the report
     batches_per_step = trainer.args.gradient_accumulation_steps / trainer.args.micro_steps_per_batch
     times = phase_seconds(history, batches_per_step)
     summary: dict[str, Any] = {
@@ -35,8 +36,8 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
         "train_seconds": sum(times.values()),  # of a run that was resumed, of all its parts
         "phase_seconds": times,
         "sigma": trainer.args.dmmpts.sigma if isinstance(trainer.args.dmmpts, DMMPTsConfig) else None,
-        "entropy_first_third": _mean(entropies[: len(entropies) // 3]),
-        "entropy_last_third": _mean(entropies[-(len(entropies) // 3) :]),
+        "entropy_first_third": _mean(entropies[:third]),
+        "entropy_last_third": _mean(entropies[-third:]),
         "lengths": {
             "p50": float(np.percentile(lengths, 50)),
             "p99": float(np.percentile(lengths, 99)),
