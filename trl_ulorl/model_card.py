@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from .config import DMMPTsConfig, UloRLConfig
-from .records import KEY_SETTINGS
+from .records import KEY_SETTINGS, share_with_error
 
 # The last value that was logged of each: its name in the log, what a reader calls it, and its form.
 _FIGURES = (
@@ -105,7 +105,7 @@ def _figures(steps: int, history: Sequence[Mapping[str, Any]]) -> str:
 
 def _evaluation(entry: Mapping[str, Any]) -> str:
     return (
-        f"| {entry['step']} | {entry['eval_avg_at_k']:.1%} ± {100 * entry['eval_standard_error']:.1f} | "
+        f"| {entry['step']} | {share_with_error(entry['eval_avg_at_k'], entry['eval_standard_error'])} | "
         f"{entry['eval_pass_at_k']:.1%} | {entry['eval_maj_at_k']:.1%} | {entry['eval_truncated_fraction']:.1%} | "
         f"{entry['eval_mean_length']:.0f} |"
     )

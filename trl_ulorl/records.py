@@ -105,9 +105,24 @@ def reward_values(rollout: Rollout) -> list[float | None]:
     return [None if math.isnan(reward) else reward for reward in rewards]
 
 
+def finite(value: Any) -> Any:
+    """Return JSON values: infinities and NaN as None, which JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def share_with_error(share: float, error: float | None) -> str:
+    """Write a share in percent, and its standard error in points if there is one: over one problem there is none."""
+    shown = "" if error is None or not math.isfinite(error) else f" ± {100 * error:.1f}"
+    return f"{share:.1%}{shown}"
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON values so that the file is either the old or the new one, never half of one."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    """Write values as JSON, see `finite`, so that the file is either the old or the new one, never half of one."""
+    write_text(path, json.dumps(finite(content), indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

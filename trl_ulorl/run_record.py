@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .records import METRICS, RUN, write_json, write_text
+from .records import METRICS, RUN, finite, write_json, write_text
 
 _PACKAGES = ("trl-ulorl", "trl", "transformers", "torch", "accelerate", "vllm", "deepspeed", "peft")
 _SECRET = re.compile(r"(token|key|password|secret)$", re.IGNORECASE)
@@ -67,11 +67,7 @@ class RunRecord(TrainerCallback):
 
 
 def _line(entry: dict[str, Any]) -> str:
-    return json.dumps({name: _finite(value) for name, value in entry.items()}, default=str) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(entry), default=str) + "\n"
 
 
 def public_settings(settings: dict[str, Any]) -> dict[str, Any]:

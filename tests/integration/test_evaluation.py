@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import make_dataset
+from datasets import Dataset
 from helpers import length_reward, make_trainer, parameters
 from transformers import TrainerCallback
 
@@ -168,6 +169,18 @@ def test_the_callback_before_and_after_training(tmp_path):
     again.on_train_begin(trainer.args, trainer.state, trainer.control)
     assert again.before.to_json() == callback.before.to_json()
     assert np.isfinite(callback.after.accuracy)
+
+
+def test_a_held_out_prompt_without_room_for_an_answer_counts_as_truncated(tmp_path):
+    """As in `trl-ulorl eval`: it is found in the midst of a run, which it must not end."""
+    trainer = make_trainer(tmp_path, num_segments=2, max_steps=1)
+    problems = make_dataset(3)
+    longest = trainer.model.config.max_position_embeddings
+    rows = [{"prompt": [{"role": "user", "content": "1" * (longest + 5)}], "answer": "1"}, *problems]
+    callback = EvaluationCallback(trainer, Dataset.from_list(rows), k=2, reward=length_reward, at_ends=True)
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+    assert callback.before.lengths[0].tolist() == [0, 0] and callback.before.is_truncated[0].all()
+    assert (callback.before.is_correct[0] == 0).all() and (callback.before.lengths[1:] > 0).all()
 
 
 def test_a_run_that_is_stopped_is_saved_without_evaluating_first(tmp_path, monkeypatch):

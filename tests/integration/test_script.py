@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_ulorl.cli import main
+from trl_ulorl.records import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +39,9 @@ def test_the_embedded_run_ends_in_figures_plots_and_a_plain_model(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     names = {"accuracy_before", "accuracy_after", "standard_error_before", "standard_error_after", "sigma"}
     assert names | {"entropy_last_third", "train_seconds", "lengths", "ledger"} <= summary.keys()
+    entropies = [entry["entropy"] for entry in read_lines(folder / "metrics.jsonl") if "entropy" in entry]
+    thirds = [summary[f"entropy_{name}_third"] for name in ("first", "last")]
+    assert thirds == entropies and len(thirds) == 2, "of two steps each is a third, here as in the report"
     for part, first in (("groups", "admitted"), ("tokens", "generated")):
         entries = summary["ledger"][part]
         assert entries[first] == sum(entries.values()) - entries[first] > 0

@@ -338,3 +338,34 @@ def test_unknown_options_are_refused_but_by_train(capsys):
         main(["plan", "--max-completion-length", "8", "--unheard-of", "1"])
     assert exit_info.value.code == 2
     assert "unrecognized arguments: --unheard-of 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "eval --modle m",
+            "required: --model, --output, --dataset; unrecognized arguments: --modle (did you mean --model?)",
+        ),
+        (
+            "eval --model m --datset=d --output o",
+            "required: --dataset; unrecognized arguments: --datset (did you mean --dataset?)",
+        ),
+        (
+            "eval --model m --dataset d --output o --top-pp 1",
+            "unrecognized arguments: --top-pp (did you mean --top-p?) 1",
+        ),
+        ("clean rows.jsonl --ouput d", "required: --output; unrecognized arguments: --ouput (did you mean --output?)"),
+        ("verify --strct", "required: CASES.jsonl; unrecognized arguments: --strct (did you mean --strict?)"),
+        ("plan --medain 8 --sigma x", "unrecognized arguments: --medain (did you mean --median?)"),
+        ("report --ouput=f", "required: RUN_DIR; unrecognized arguments: --ouput (did you mean --output?)"),
+        ("--verbose report d", "unrecognized arguments: --verbose"),
+        ("eval --k 0 --model m --output o --dataset d", "argument --k: 0 is not a whole number of at least 1\n"),
+        ("plan --config f --sigma -1 --num_segments 4", "argument --sigma: -1 is not a number of at least 0\n"),
+    ],
+)
+def test_a_mistyped_option_is_named_beside_what_is_missing(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments.split())
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err

@@ -136,6 +136,16 @@ def test_a_file_cut_at_any_byte_loses_no_more_than_its_last_line(tmp_path_factor
     assert path.read_bytes() == content
 
 
+def test_half_a_character_is_kept(tmp_path):
+    """JSON of a server may hold one half of a surrogate pair, which UTF-8 can't."""
+    broken = Try(0, 0, 3, False, 0.0, "\ud83d", "2+2=\ud83d")
+    first = SampleFile(tmp_path / "r.json", SETTINGS)
+    first.append(broken)
+    first.close()
+    assert json.loads(first.path.read_text(encoding="utf-8").splitlines()[1])["text"] == "2+2=\ud83d"
+    assert SampleFile(tmp_path / "r.json", SETTINGS).tries[0, 0].answer == "\ud83d"
+
+
 def test_samples_of_other_settings_are_refused(tmp_path):
     filled(tmp_path / "run.json", TRIES)
     with pytest.raises(ValueError, match=r"`temperature` \(0\.85 then, 1\.0 now\).*sample anew"):

@@ -24,11 +24,11 @@ HISTORY = [
 ]
 
 
-def card_of(tmp_path, text, **overrides):
+def card_of(tmp_path, text, history=HISTORY, **overrides):
     path = tmp_path / "README.md"
     path.write_text(f"---\ntags:\n- trl\n---\n{text}")
     args = UloRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_completion_length=64, **overrides)
-    model_card.add_run(path, args, steps=2, history=HISTORY, ledger=LEDGER)
+    model_card.add_run(path, args, steps=2, history=history, ledger=LEDGER)
     return ModelCard.load(path)
 
 
@@ -52,6 +52,11 @@ def test_figures_are_the_last_ones_logged(tmp_path):
     assert "| token entropy, nats | 0.250 |" in text
     assert "| 1 | 40.0% ± 2.1 | 70.0% | 50.0% | 1.0% | 30 |" in text
     assert "| groups | 6 admitted | 4 trained, 1 filtered, 0 set aside, 1 ready, 0 unfinished |" in text
+
+
+def test_a_single_held_out_problem_has_no_standard_error(tmp_path):
+    text = card_of(tmp_path, "", [{**HISTORY[1], "eval_standard_error": float("nan")}]).text
+    assert "| 1 | 40.0% | 70.0% | 50.0% | 1.0% | 30 |" in text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from report_run import SIGMA, closed_groups, logged_steps, sample, write_lines, write_run
 
 from trl_ulorl.cli import build_parser, main
-from trl_ulorl.records import METRICS, ROLLOUTS, RUN
+from trl_ulorl.records import METRICS, ROLLOUTS, RUN, write_json
 from trl_ulorl.report import statistics
 from trl_ulorl.report.page import evenly, findings, model_name, seconds, tiles, visible
 from trl_ulorl.report.run import DISAGREEMENTS, NoRunError, Rollouts, read_run
@@ -148,6 +149,25 @@ def test_the_headline_is_the_runs(tmp_path):
     assert "sigma 0.2" in shown["Token entropy"]["remark"]
     assert shown["Token age"]["figure"] == "1.50 versions"
     assert shown["Time"]["figure"] == "5.0 min"
+
+
+def test_numbers_that_json_does_not_have_are_written_as_null(tmp_path):
+    write_json(tmp_path / "a.json", {"error": math.nan, "ends": [-math.inf, (1.5, math.inf)], "n": 3})
+    content = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert content == {"error": None, "ends": [None, [1.5, None]], "n": 3}
+
+
+@pytest.mark.parametrize("error", [None, float("nan")])
+def test_a_single_held_out_problem_has_no_standard_error(tmp_path, error):
+    """Over one problem there is none: null in metrics.jsonl, NaN in a checkpoint's log and in older summaries."""
+    measured = {"eval_avg_at_k": 0.5, "eval_standard_error": error, "step": 0}
+    write_lines(tmp_path / METRICS, [measured, *logged_steps(6)])
+    page = text_of(report_of(tmp_path))
+    assert "Held-out accuracy 50.0% avg@k, step 0" in page
+    summary = {"accuracy_before": 0.5, "accuracy_after": 0.75, "standard_error_before": error}
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "standard_error_after": error, "steps": 6}))
+    write_lines(tmp_path / METRICS, logged_steps(6))
+    assert "Held-out accuracy 75.0% avg@k in step 6" in text_of(report_of(tmp_path))
 
 
 def test_times_count_every_step_where_not_all_are_logged():

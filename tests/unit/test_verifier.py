@@ -245,6 +245,41 @@ def test_numbers_different_by_construction(value, second, data):
     assert judged(boxed(one), other) is False, (one, other)
 
 
+@examples
+@given(st.integers(0, 999), st.integers(1, 999), st.sampled_from(("", r"\text{ cm}", r"\%")))
+def test_a_range_is_no_difference(low, width, sign):
+    high = low + width
+    assert judged(boxed(f"{low}-{high}{sign}"), f"-{width}{sign}") is False
+    assert judged(boxed(f"{low}-{high}{sign}"), f"{low}.0 -- {high}{sign}".replace("--", "–")) is True
+    assert judged(boxed(f"{low}-{high}{sign}"), f"{low}-{high + 1}{sign}") is False
+    assert judged(boxed(f"{high}-{low}"), str(width)) is True
+
+
+@examples
+@given(st.integers(-99, 99), st.integers(2, 50), st.integers(-9, 9), st.sampled_from((r"\pmod{{{}}}", "(mod {})")))
+def test_congruences(residue, modulus, turns, spelling):
+    one = rf"x \equiv {residue} {spelling.format(modulus)}"
+    assert judged(boxed(one), rf"x \equiv {residue + turns * modulus} \pmod {{{modulus}}}") is True
+    assert judged(boxed(one), rf"x \equiv {residue + turns * modulus + 1} \pmod {{{modulus}}}") is False
+    assert judged(boxed(one), rf"x \equiv {residue} \pmod {{{modulus + 1}}}") is False
+    assert judged(boxed(one), str(residue)) is False
+
+
+PLAIN = re.compile(r"-?(?:\\frac\{\d+\}\{\d+\}|[\d,./]+)")
+
+
+@examples
+@given(fractions, fractions, st.data())
+def test_a_second_thought_behind_the_box(value, second, data):
+    """Spelt otherwise it is the same answer; another number is a guess, if it is no rounding."""
+    assume(abs(value - second) > 1 and second not in (100 * value, value / 100))
+    one, same, other = (
+        data.draw(st.sampled_from(sorted(filter(PLAIN.fullmatch, spellings(each))))) for each in (value, value, second)
+    )
+    assert judged(rf"It is \boxed{{{one}}} or {same}.", one) is True
+    assert judged(rf"It is \boxed{{{one}}} or {other}.", one) is False
+
+
 # ------------------------------------------------------------------------------------------------ formulas as made up
 
 small = st.integers(-9, 9)
@@ -424,8 +459,13 @@ def test_bounds_hold_the_value():
 
 
 @pytest.mark.parametrize(
-    "text", ["(" * 100 + "1" + ")" * 100, "x +", r"\frac{1}", "1 2", "a ? b", "x" * 4000, r"\foo"]
+    "text",
+    [
+        *("(" * 100 + "1" + ")" * 100, "x +", r"\frac{1}", "1 2", "a ? b", "x" * 4000, r"\foo"),
+        *("x" * 2500, "1*" * 1400 + "1", "5" + "!" * 2500, r"\pi " * 700),  # deep without brackets
+    ],
 )
 def test_what_is_no_formula(text):
     with pytest.raises(Unreadable):
         read_formula(text)
+    assert judged(boxed(text), "5") is False

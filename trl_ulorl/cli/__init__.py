@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from . import clean, doctor, plan, report, train, verify
 from . import eval as evaluate
+from .inputs import CommandParser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with all commands; each leaves the function that runs it in `run`."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog="trl-ulorl", description="Reinforcement learning on ultra-long outputs.", allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -34,10 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 failed, 2 bad input.
     """
-    parser = build_parser()
-    options, others = parser.parse_known_args(arguments)
-    takes_others = getattr(options, "takes_training_options", False)  # or the option that they may follow
-    if others and not (getattr(options, takes_others) if isinstance(takes_others, str) else takes_others):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options, others = build_parser().parse_known_args(arguments)
     options.training_options = others
     return int(options.run(options))

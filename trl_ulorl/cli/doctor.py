@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import math
 import os
 import sys
 import tempfile
@@ -79,8 +78,10 @@ def run(options: argparse.Namespace) -> int:
             trainer.end()
     is_healthy = all(check.ok for check in checks)
     if options.json:
+        from ..records import finite
+
         content = {"ok": is_healthy, "checks": [dataclasses.asdict(check) for check in checks]}
-        sys.stdout.write(json.dumps(_finite(content), indent=2) + "\n")
+        sys.stdout.write(json.dumps(finite(content), indent=2) + "\n")
     else:
         sys.stdout.write(_table(checks))
     return 0 if is_healthy else 1
@@ -91,15 +92,6 @@ def _output_to_stderr() -> Iterator[None]:
     """Keep what libraries print out of the report."""
     with redirect_stdout(sys.stderr):
         yield
-
-
-def _finite(value: Any) -> Any:
-    """Return JSON values: infinities and NaN as None, which JSON has no number for."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------------------------------------------------- the patient

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from ..endpoint import EndpointSettings
@@ -56,6 +56,39 @@ def spellings(name: str) -> tuple[str, str]:
     return name, "--" + name[2:].replace("_", "-")
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser that refuses unknown options, and names them in each error: one that is mistyped makes another missing."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; what is left over is only allowed to a command that passes it on to training."""
+        self._given: list[str] = list(sys.argv[1:] if args is None else args)
+        options, others = super().parse_known_args(args, namespace)
+        takes_others = getattr(options, "takes_training_options", False)  # or the option that they may follow
+        if others and not (getattr(options, takes_others) if isinstance(takes_others, str) else takes_others):
+            self.error(f"unrecognized arguments: {' '.join(map(self._with_guess, others))}")
+        return options, others
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong, with the unknown options, and exit with 2."""
+        takes_others = self.get_default("takes_training_options")
+        passes_on = f"--{takes_others}" in self._given if isinstance(takes_others, str) else takes_others
+        names = [word.partition("=")[0] for word in self._given if word.startswith("--")]
+        unknown = [] if passes_on else [name for name in names if name not in self._option_string_actions]
+        if unknown and "unrecognized arguments" not in message:
+            message += f"; unrecognized arguments: {' '.join(map(self._with_guess, unknown))}"
+        super().error(message)
+
+    def _with_guess(self, word: str) -> str:
+        return with_guess(word, list(self._option_string_actions)) if word.startswith("--") else word
+
+
+def with_guess(word: str, known: Sequence[str]) -> str:
+    """Return an unknown name with the known one that may have been meant."""
+    spelt = {name.removeprefix("--").replace("-", "_"): name for name in known}
+    near = get_close_matches(word.removeprefix("--").partition("=")[0].replace("-", "_"), spelt, n=1)
+    return f"{word} (did you mean {spelt[near[0]]}?)" if near else word
+
+
 def refuse_unknown(of_file: Sequence[str], of_line: Sequence[str], known: Sequence[str]) -> None:
     """Refuse what no option takes, with the name that may have been meant.
 
@@ -67,16 +100,12 @@ def refuse_unknown(of_file: Sequence[str], of_line: Sequence[str], known: Sequen
     Raises:
         ValueError: If there is anything.
     """
-
-    def with_guess(word: str) -> str:
-        name = word.removeprefix("--").partition("=")[0]
-        near = (
-            get_close_matches(name.replace("-", "_"), known, n=1) if word in of_file or word.startswith("--") else []
-        )
-        return f"{word} (did you mean {near[0]}?)" if near else word
-
-    places = [("in the configuration file", of_file), ("on the command line", of_line)]
-    found = [f"{where}: {' '.join(map(with_guess, words))}" for where, words in places if words]
+    of_line = [with_guess(word, known) if word.startswith("--") else word for word in of_line]
+    places = [
+        ("in the configuration file", [with_guess(name, known) for name in of_file]),
+        ("on the command line", of_line),
+    ]
+    found = [f"{where}: {' '.join(words)}" for where, words in places if words]
     if found:
         raise ValueError(f"No option takes this, {'; '.join(found)}. `trl-ulorl train --help_all` lists all options.")
 

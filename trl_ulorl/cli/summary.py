@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
     records = read_lines(log) if log.exists() else []
     lengths = rollout_lengths(records)
     entropies = [entry["entropy"] for entry in history if entry.get("entropy") is not None]
+    third = max(1, len(entropies) // 3)  # as in the report
     batches_per_step = trainer.args.gradient_accumulation_steps / trainer.args.micro_steps_per_batch
     times = phase_seconds(history, batches_per_step)
     summary: dict[str, Any] = {
@@ -34,8 +36,8 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
         "train_seconds": sum(times.values()),  # of a run that was resumed, of all its parts
         "phase_seconds": times,
         "sigma": trainer.args.dmmpts.sigma if isinstance(trainer.args.dmmpts, DMMPTsConfig) else None,
-        "entropy_first_third": _mean(entropies[: len(entropies) // 3]),
-        "entropy_last_third": _mean(entropies[-(len(entropies) // 3) :]),
+        "entropy_first_third": _mean(entropies[:third]),
+        "entropy_last_third": _mean(entropies[-third:]),
         "lengths": {
             "p50": float(np.percentile(lengths, 50)),
             "p99": float(np.percentile(lengths, 99)),
@@ -87,10 +89,14 @@ def _table(before: EvaluationResult, after: EvaluationResult, k: int) -> list[st
     ]
     for name, result in (("before", before), ("after", after)):
         lines.append(
-            f"  {name:8}  {100 * result.accuracy:5.1f} %  {100 * result.standard_error:12.1f}   "
+            f"  {name:8}  {100 * result.accuracy:5.1f} %  {_points(result.standard_error):>12}   "
             f"{result.truncated_fraction:8.1%}   {result.lengths.mean():8.1f}"
         )
     return [*lines, f"  gain      {gain:+5.1f} points"]
+
+
+def _points(error: float) -> str:
+    return "-" if math.isnan(error) else f"{100 * error:.1f}"
 
 
 def _ledger(ledger: dict[str, dict[str, int]]) -> list[str]:

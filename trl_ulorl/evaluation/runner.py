@@ -191,12 +191,18 @@ def judged_try(
     return Try(*place, len(decoded.token_ids), not decoded.is_stopped, score, answer, text)
 
 
+def tries_without_room(problem: int, num_tries: int) -> list[Try]:
+    """Return the tries of a problem whose prompt fills the model's positions: truncated, and of no token."""
+    return [Try(problem, attempt, 0, True, 0.0, "", "") for attempt in range(num_tries)]
+
+
 def sample_and_score(
     trainer: UloRLTrainer, problems: Dataset, *, k: int, reward: Reward, name: str
 ) -> EvaluationResult:
     """Sample `k` completions of every problem with the current policy, as in training, and score them.
 
-    The problems are shared out over the ranks, all of which must call it; every rank returns the whole result.
+    The problems are shared out over the ranks, all of which must call it; every rank returns the whole result. A problem
+    whose prompt fills the model's positions counts as truncated.
 
     Args:
         trainer: Its engine, sampling settings and length limit are used.
@@ -215,17 +221,25 @@ def sample_and_score(
     num_owners = accelerator.num_processes // trainer.args.ranks_per_engine
     mine = problems.select(range(owner, len(problems), num_owners))
     prompt_ids = trainer._tokenize_prompts(list(mine["prompt"]))[0] if len(mine) else []
+    rooms = [trainer._rows.room(len(ids)) for ids in prompt_ids]
+    fitting = [index for index, room in enumerate(rooms) if room > 0]
     requests = [
-        DecodeRequest(np.asarray(ids, dtype=np.int32), trainer._rows.room(len(ids)))
-        for ids in prompt_ids
+        DecodeRequest(np.asarray(prompt_ids[index], dtype=np.int32), rooms[index])
+        for index in fitting
         for _ in range(k)
     ]
     judge = Judge(reward)
-    tries: list[Try] = []
+    tries = [
+        each
+        for index, room in enumerate(rooms)
+        if room < 1
+        for each in tries_without_room(owner + index * num_owners, k)
+    ]
     error: Exception | None = None
     progress = tqdm(total=len(requests), desc=name, unit="answer", disable=not accelerator.is_local_main_process)
     for decoded in trainer.rollout_engine.decode(requests):
-        index, attempt = divmod(decoded.request_index, k)
+        request, attempt = divmod(decoded.request_index, k)
+        index = fitting[request]
         try:
             spot = (owner + index * num_owners, attempt)
             tries.append(judged_try(decoded, mine[index], spot, judge, trainer.processing_class))

@@ -91,7 +91,8 @@ class SampleFile:
         with self.path.open("rb+") as file:
             content = file.read()
             file.truncate(content.rfind(b"\n") + 1)
-        opened = self.path.open("a", encoding="utf-8")
+        # A lone surrogate, which a server's JSON may hold and UTF-8 can't, is written as JSON's own escape.
+        opened = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         if b"\n" not in content:
             opened.write(json.dumps({"settings": self._settings}, ensure_ascii=False) + "\n")
         return opened

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from ..rollout.engine import DecodeRequest
 from .engines import EvaluationSettings, build_engine, fingerprint, load_config
 from .problems import problem_ids
-from .runner import EvaluationResult, Judge, Reward, Try, judged_try
+from .runner import EvaluationResult, Judge, Reward, judged_try, tries_without_room
 from .samples import SampleFile
 
 _Place = tuple[int, int]  # problem and attempt
@@ -101,11 +101,7 @@ class Evaluation:
         for kept in gather_object(list(self._samples.tries.values())):
             self._samples.tries.setdefault((kept.problem, kept.attempt), kept)
         unfit = [problem for problem, limit in enumerate(self._limits) if limit < 1]
-        tries = [
-            Try(problem, attempt, 0, True, 0.0, "", "")
-            for problem in unfit
-            for attempt in range(self._settings.num_samples)
-        ]
+        tries = [each for problem in unfit for each in tries_without_room(problem, self._settings.num_samples)]
         if self.num_missing:
             self._sample(Judge(reward))
         gathered = gather_object([*tries, *self._samples.tries.values()])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from ..records import finite
 from . import statistics
 from .charts import LIGHT, NO_LOG, PERCENT, STEP, Chart, Line, chart_of_lines, make_figure, plain_label
 from .run import Run
@@ -27,7 +28,7 @@ def _accuracy(run: Run) -> Chart:
             go.Scatter(
                 x=[entry["step"] for entry in evaluations],
                 y=[entry["eval_avg_at_k"] for entry in evaluations],
-                error_y={"type": "data", "array": [entry["eval_standard_error"] for entry in evaluations]},
+                error_y={"type": "data", "array": finite([entry["eval_standard_error"] for entry in evaluations])},
                 name="held-out problems",
                 mode="markers",
                 marker={"color": LIGHT["vermilion"], "symbol": "diamond", "size": 9},

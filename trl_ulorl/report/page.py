@@ -14,7 +14,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from ..diagnostics import Alarms
-from ..records import KEY_SETTINGS
+from ..records import KEY_SETTINGS, share_with_error
 from . import charts, figures, rollout_charts, statistics
 from .run import Run
 
@@ -137,7 +137,7 @@ def _held_out(run: Run) -> dict[str, str] | None:
     if not points:
         return None
     (first_step, first, _), (last_step, last, error) = points[0], points[-1]
-    figure = f"{last:.1%} ± {100 * error:.1f}"
+    figure = share_with_error(last, error)
     if len(points) == 1:
         return {"label": "Held-out accuracy", "figure": figure, "remark": f"avg@k, step {last_step}"}
     remark = f"avg@k in step {last_step}, from {first:.1%} in step {first_step}"

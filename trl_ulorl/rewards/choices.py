@@ -12,6 +12,12 @@ _CHOICE = re.compile(
     r"(?:(?i:(?:the\s)?(?:correct\s|right\s|best\s)?(?:option|choice|answer)(?:\sis)?)[\s:]{0,2}|选项?)?"
     r"\(?([A-J])(?:\)|[.:)]\s?(?=\S)|\s?选项)?"
 )
+# What labels a second option, or hedges. "C. E. coli" and "B. C. F. Gauss" don't.
+_SECOND = re.compile(
+    r"(?:(?<![A-Za-z])|(?<=[A-Za-z]{2}))\([A-J]\)|(?<![A-Za-z\d])[A-J][:)]|(?:\bor\s|[;/])[A-J]\.|^[A-J](?:[.):,;/\s]+[A-J])+$"
+    r"|^\(?(?:or|maybe|perhaps|possibly)\b"
+)
+_REFERS = re.compile(r"\b(?:both|all|any|none|neither|either|only|except)\b", re.IGNORECASE)
 _WITH_TEXT = re.compile(r"\(([A-J])\)\s?\S.*|([A-J])[.):]\s?\S.*", re.DOTALL)
 
 
@@ -43,8 +49,14 @@ def _choice_letters(answer: Answer) -> frozenset[str] | None:
         letters = re.findall("[A-J]", several[1])
         in_order = letters == sorted(letters) or not re.fullmatch("[A-J]+", several[1])  # BA may be a matrix product
         return frozenset(letters) if len(set(letters)) == len(letters) and in_order else None
-    one = _CHOICE.fullmatch(text) or _WITH_TEXT.fullmatch(text)
+    one = _CHOICE.fullmatch(text) or (None if _names_another(answer.form) else _WITH_TEXT.fullmatch(text))
     return frozenset(next(letter for letter in one.groups() if letter)) if one else None
+
+
+def _names_another(text: str) -> bool:
+    """Whether the text behind a letter holds other options: "A. 5 or B. 6", and not "D. Both (A) and (B)"."""
+    text = re.sub(r"^\(?[A-J][.):]\s?", "", text)
+    return bool(_SECOND.search(text)) and not _REFERS.search(text)
 
 
 # --------------------------------------------------------------------------------------------------------------- truth
@@ -119,7 +131,8 @@ _IDIOMS: tuple[frozenset[str], ...] = tuple(
 )
 _IDIOM_OF = {phrase: number for number, group in enumerate(_IDIOMS) for phrase in group}
 _LETTERS_AND_SPACE = re.compile(r"[^\W\d_]|\s")
-_ARTICLE = re.compile(r"\b(?:the|an?)\s", re.IGNORECASE)
+_ARTICLE = re.compile(r"^(?:an?|the)\s|\b(?-i:the|The|an?)\s", re.IGNORECASE)  # not the A of "vitamin A deficiency"
+_INNER_CAPITAL = re.compile(r"\b[A-Z]*[a-z]+[A-Z]\w*|\b[A-Z]{2,}[a-z]\w*")
 _SPELLINGS = (
     ("centre", "center"),
     ("metre", "meter"),
@@ -164,14 +177,22 @@ def same_words(prediction: Answer, reference: Answer) -> Words | None:
     if not in_prediction and not in_reference:
         return None
     if left == right and left and in_prediction and in_reference:
-        return Words(True, False, (left, right))
+        capitals = [_INNER_CAPITAL.findall(form) for form in (prediction.form, reference.form)]
+        same = not all(capitals) or capitals[0] == capitals[1]  # CoCl2 is not COCl2
+        return Words(same, not same, (left, right) if same else (prediction.form, reference.form))
     is_plain_reference = bool(re.fullmatch(r"[\d.,+\-/%\s]+|[A-Za-z]|\\frac\{-?\d+\}\{-?\d+\}", reference.form))
     return Words(False, not is_plain_reference, (left, right))
 
 
+_LETTER = r"[^\W\d_]"
+_MARKS = re.compile(
+    rf"(?<={_LETTER})-(?={_LETTER})|(?<={_LETTER}{{2}})'(?={_LETTER})|\s|\"|(?:(?<={_LETTER}{{2}})|(?<=[\u3400-\u9fff]))!|[.]$"
+)
+
+
 def word_form(text: str) -> str:
-    """Letters and symbols of a text without case, articles, spaces and hyphens between letters."""
+    """Letters and symbols of a text without case, articles, spaces and hyphens between letters: f' and n! keep theirs."""
     text = _ARTICLE.sub("", text).casefold()
     for british, american in _SPELLINGS:
         text = text.replace(british, american)
-    return re.sub(r"(?<=[^\W\d_])[-'](?=[^\W\d_])|\s|[\"!]|[.]$", "", text)
+    return _MARKS.sub("", text)

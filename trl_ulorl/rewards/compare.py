@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .errors import Refused
 from .evaluate import approximately, ratio, same_formula
 from .formula import Node, symbols
-from .items import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, solved
+from .items import Congruence, Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, solved
 from .magnitude import differ_in_size
 from .structure import read_structure
 from .values import TooLarge, exact_value
@@ -64,6 +64,8 @@ def _parts(item: Item) -> Iterable[Item]:
                 stack.append(value)
             case Relation(sides=sides):
                 stack.extend(sides)
+            case Congruence():
+                stack.extend((item.left, item.residue, item.modulus))
             case Interval(low=low, high=high):
                 stack.extend(end for end in (low, high) if end is not None)
 
@@ -103,7 +105,20 @@ def _names_fit(name: str, other: Item) -> bool:
     """Whether what a list says is said of one variable: x = 1, 2 is x_1 = 1, x_2 = 2, and not x = 1, y = 2."""
     items = other.items if isinstance(other, Sequence) and other.kind == "list" else ()
     root = name.partition("_")[0]
-    return all(_same_name(root, item.name.partition("_")[0]) for item in items if isinstance(item, Named))
+    return all(_same_name(root, _subject(item)) for item in items if isinstance(item, Named | Relation))
+
+
+def _subject(item: Item) -> str:
+    """What a statement is about, without an index; empty where it is solved for nothing."""
+    region = solved(item)
+    if isinstance(item, Named):
+        name = item.name
+    elif region is not None:
+        name = region[0]
+    else:
+        first = item.sides[0] if isinstance(item, Relation) and {*item.signs} == {"="} else None
+        name = first.node.name if isinstance(first, Scalar) and first.node.kind == "symbol" else ""
+    return name.partition("_")[0]
 
 
 def _simple(item: Item) -> Item:
@@ -137,6 +152,8 @@ def _same_value(left: Item, right: Item) -> bool:
             return _same_scalar(left.node, right.node)
         case Text(text=one), Text(text=other):
             return one == other
+        case Congruence(), Congruence():
+            return _same_congruence(left, right)
         case Interval(), Interval():
             ends = ((left.low, right.low), (left.high, right.high))
             return left.is_open == right.is_open and all(_same_end(*pair) for pair in ends)
@@ -159,6 +176,21 @@ def _same_scalar(left: Node, right: Node) -> bool:
         if not symbols(left) and not symbols(right) and differ_in_size(left, right):
             return False
         raise Refused("evaluating it might not end") from error
+
+
+def _same_congruence(left: Congruence, right: Congruence) -> bool:
+    """Whether residues of the same thing differ by a multiple of the same modulus."""
+    if not (same_item(left.left, right.left) and same_item(left.modulus, right.modulus)):
+        return False
+    values = [_value(item) for item in (left.residue, right.residue, left.modulus)]
+    if None in values or not values[2]:
+        return same_item(left.residue, right.residue)
+    one, other, modulus = (value or Fraction(0) for value in values)
+    return ((one - other) / modulus).denominator == 1
+
+
+def _value(item: Item) -> Fraction | None:
+    return exact_value(item.node, {}) if isinstance(item, Scalar) else None
 
 
 def _same_end(left: Item | None, right: Item | None) -> bool:
@@ -195,8 +227,9 @@ def _same_sequence(left: Item, right: Item) -> bool:
             return False
     if {*kinds} in ({"tuple", "set"}, {"tuple", "union"}, {"set", "union"}, {"bracket", "set"}, {"bracket", "tuple"}):
         return False
-    if kinds[0] != kinds[1] and "common" in kinds:
-        return False  # nothing is in all of the one
+    says_of_which = _says_of_which(items[0]) != _says_of_which(items[1])  # x = 1, y = 2 against 1, 2
+    if (says_of_which and {"set", "union"} & {*kinds}) or (kinds[0] != kinds[1] and "common" in kinds):
+        return False  # values of several things are no set; nothing is in all of what has nothing in common
     joints = [item.joints for item in (left, right) if isinstance(item, Sequence) and item.joints]
     if len(joints) > 1 and joints[0] != joints[1]:
         return False
@@ -204,6 +237,7 @@ def _same_sequence(left: Item, right: Item) -> bool:
         "tuple" in kinds
         or "bracket" in kinds
         or any(isinstance(item, Sequence) and item.is_ordered for item in (left, right))
+        or says_of_which
     )
     if is_ordered:
         return len(items[0]) == len(items[1]) and all(map(same_item, *items))
@@ -212,6 +246,11 @@ def _same_sequence(left: Item, right: Item) -> bool:
     elif "set" in kinds or "union" in kinds:
         items = [_distinct(members) for members in items]
     return _same_in_any_order(*items, same=_same_member if kinds == ["set", "set"] else same_item)
+
+
+def _says_of_which(items: tuple[Item, ...]) -> bool:
+    """Whether a list is about several variables; x_1 and x_2 are two values of one."""
+    return len({_subject(item) for item in items if isinstance(item, Named | Relation)}) > 1
 
 
 def _merged(items: tuple[Item, ...]) -> tuple[Item, ...]:
@@ -236,9 +275,7 @@ def _merged(items: tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 def _rational_end(end: Item | None, infinite: float) -> Fraction | float | None:
-    if end is None:
-        return infinite
-    return exact_value(end.node, {}) if isinstance(end, Scalar) else None
+    return infinite if end is None else _value(end)
 
 
 def _distinct(items: tuple[Item, ...]) -> tuple[Item, ...]:

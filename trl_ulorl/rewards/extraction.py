@@ -8,6 +8,9 @@ An output and its answer: `<think>\boxed{1}? No.</think> The answer is \boxed{\f
 
 import re
 
+from .normalize import to_answer
+from .numbers import Number, half_unit, read_number, same_value
+
 _THINK_OPEN = re.compile(r"<think(?:ing)?>")
 _THINK_CLOSE = re.compile(r"</think(?:ing)?>")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
@@ -19,6 +22,13 @@ _HEDGE = (
     "even|again|probably|或者|或|和|与|也可能是|可能是|还是)"
 )
 _BOX_JOINT = re.compile(rf"{_GAP}(?:{_HEDGE}{_GAP}){{0,6}}", re.IGNORECASE)
+# "\boxed{5} or 6." at the end of a sentence.
+_SECOND_THOUGHT = re.compile(
+    rf"(?P<joint>{_GAP}(?:{_HEDGE}{_GAP}){{1,6}})(?P<other>[-+]?(?:\\d?frac\{{\d+\}}\{{\d+\}}|\d[\d,]{{0,40}}(?:\.\d{{1,40}})?(?:/\d{{1,40}})?)%?|[A-J])"
+    r"(?=[ \t$)*\\]{0,10}(?:[.!。；;](?!\d)|\n|$))",
+    re.IGNORECASE,
+)
+_ELSE = re.compile(r"\b(?:or|maybe|perhaps|possibly|probably|alternatively)\b|或|可能|还是", re.IGNORECASE)
 _BARE_TOKEN = re.compile(r"[^\s${}\\]+|\\[A-Za-z]+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKER = re.compile(
@@ -119,7 +129,9 @@ def _boxed(text: str) -> str | None:
     last = _box_content(text, boxes[-1].end())
     if last is None or not last[0]:
         return None
-    contents, start = {last[0]: None}, boxes[-1].start()  # a set that keeps its order
+    second = _second_thought(text, *last)
+    contents = dict.fromkeys((second, last[0]) if second else (last[0],))  # a set that keeps its order
+    start = boxes[-1].start()
     for box in reversed(boxes[:-1]):
         content = _box_content(text, box.end(), start)
         if content is None or not _BOX_JOINT.fullmatch(text, content[1], start):
@@ -127,6 +139,27 @@ def _boxed(text: str) -> str | None:
         contents[content[0]] = None
         start = box.start()
     return _LEAD_IN.sub("", ", ".join(reversed(contents)))
+
+
+def _second_thought(text: str, content: str, end: int) -> str | None:
+    """Another number or letter behind the box, which is then a guess: "or 6". "Or 1/2" behind 0.5 is none."""
+    match = _SECOND_THOUGHT.match(text, end)
+    if match is None or not _ELSE.search(match["joint"]):
+        return None
+    given, other = to_answer(content), to_answer(match["other"])
+    numbers = read_number(given), read_number(other)
+    if numbers[0] is None or numbers[1] is None:
+        is_letter = len(given.form) == len(other.form) == 1 and numbers == (None, None)
+        return match["other"] if is_letter and given.form != other.form else None
+    restates = same_value(numbers[0], _as_rounded(numbers[1], other.form)) or same_value(
+        numbers[1], _as_rounded(numbers[0], given.form)
+    )
+    return None if restates else match["other"]
+
+
+def _as_rounded(number: Number, text: str) -> Number:
+    """A decimal or a percentage beside another number may be its rounding: 1/3 or 0.33."""
+    return number._replace(half_unit=half_unit(text)) if "." in text or number.percent else number
 
 
 def _box_content(text: str, start: int, stop: int | None = None) -> tuple[str, int] | None:

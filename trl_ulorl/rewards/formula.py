@@ -38,7 +38,8 @@ class Node(NamedTuple):
 
 
 MAX_CHARACTERS = 3000
-_MAX_DEPTH = 60
+_MAX_DEPTH = 60  # of brackets
+_MAX_LEVELS = 400
 _MAX_DIGITS = 4000
 
 _GREEK_WORDS = (
@@ -123,7 +124,18 @@ def read_formula(text: str) -> Node:
     node = reader.sum()
     if reader.token is not _END:
         raise Unreadable(f"unexpected {reader.token[1]!r}")
+    if _is_deep(node):
+        raise Unreadable(f"a tree of more than {_MAX_LEVELS} levels")
     return node
+
+
+def _is_deep(node: Node) -> bool:
+    """Whether what walks down the tree would run out of stack: a product is a level for each factor."""
+    level, num_levels = [node], 0
+    while level and num_levels <= _MAX_LEVELS:
+        level = [child for each in level for child in each.children]
+        num_levels += 1
+    return bool(level)
 
 
 def _tokens(text: str) -> list[Token]:

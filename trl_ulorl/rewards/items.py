@@ -76,6 +76,15 @@ class Relation:
 
 
 @dataclass(frozen=True)
+class Congruence:
+    r"""What leaves a residue: `x \equiv 3 \pmod 7`."""
+
+    left: "Item"
+    residue: "Item"
+    modulus: "Item"
+
+
+@dataclass(frozen=True)
 class Text:
     """A text that is no mathematics that we can read."""
 
@@ -83,7 +92,31 @@ class Text:
     needs_algebra: bool = False
 
 
-Item = Scalar | Rounded | Interval | Sequence | Matrix | Named | Relation | Text
+Item = Scalar | Rounded | Interval | Sequence | Matrix | Named | Relation | Congruence | Text
+
+
+# -------------------------------------------------------------------------------------------------------- determinants
+
+_MAX_DETERMINANT = 4  # the expansion has as many terms as there are permutations
+
+
+def determinant(rows: tuple[tuple[Item, ...], ...]) -> Node | None:
+    """Return the determinant of a square of formulas, `None` for anything else and for more than four rows."""
+    cells = tuple(tuple(cell.node for cell in row if isinstance(cell, Scalar)) for row in rows)
+    if len(rows) > _MAX_DETERMINANT or any(len(row) != len(rows) for row in cells):
+        return None
+    return _expanded(cells)
+
+
+def _expanded(cells: tuple[tuple[Node, ...], ...]) -> Node:
+    """Laplace's expansion along the first row."""
+    if len(cells) == 1:
+        return cells[0][0]
+    terms = []
+    for column, cell in enumerate(cells[0]):
+        term = Node("mul", (cell, _expanded(tuple(row[:column] + row[column + 1 :] for row in cells[1:]))))
+        terms.append(Node("neg", (term,)) if column % 2 else term)
+    return Node("add", tuple(terms))
 
 
 # ------------------------------------------------------------------------------------------------- solved inequalities

@@ -68,7 +68,29 @@ def _to_answer(text: str) -> Answer:
         plain, found = _TEXT.subn(r" \1 ", plain)
         if not found:
             break
-    return Answer(text, marked, _spaces(plain))
+    form = _spaces(plain)
+    in_base = _IN_BASE.fullmatch(form)
+    if in_base:
+        marked = form = _with_base(in_base)
+    return Answer(text, marked, form)
+
+
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"} | {
+    "ten": "10",
+    "twelve": "12",
+    "sixteen": "16",
+}
+_BASE = rf"(?:\d{{1,2}}|{'|'.join(_BASES)})"
+_IN_BASE = re.compile(rf"\(?(\d[\dA-F]*)\)?\s?(?:_\{{?\(?({_BASE})\)?\}}?|\(?base\s({_BASE})\)?)", re.ASCII)
+
+
+def _with_base(number: re.Match[str]) -> str:
+    """One spelling for a number and its base; the decimal one is not said."""
+    base = number[2] or number[3]
+    base = _BASES.get(base, base)
+    if base == "10" and number[1].isdecimal():
+        return number[1]
+    return f"{number[1]}_{base}" if len(base) == 1 else f"{number[1]}_{{{base}}}"
 
 
 # ------------------------------------------------------------------------------------------------------------- Unicode
@@ -203,6 +225,10 @@ _LAYOUT = _patterns(
     (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),  # a segment
     (r"\^\\circ\s*(?=\d)", r"^\\circ "),
     (r"\\(?:overline|dot)\s*(\d)(?!\d)", r"\\overline{\1}"),
+    (
+        r"(\.\d*)\\(?:overline|dot)\s*\{(\d)\}(?:(\d*)\\(?:overline|dot)\s*\{(\d)\})?",
+        r"\1\\overline{\2\3\4}",
+    ),  # dots at both ends
     (r"\\(frac|sqrt)\s*([0-9A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
     (r"(\\frac\s*\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),
     (r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2"),

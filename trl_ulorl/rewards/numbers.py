@@ -71,8 +71,7 @@ def read_number(answer: Answer) -> Number | None:
     number = read_plain(bare)
     if number is None:
         return None
-    half_unit = _half_unit(bare) if bare != form else Fraction(0)
-    return number._replace(half_unit=half_unit)
+    return number._replace(half_unit=half_unit(bare)) if bare != form else number
 
 
 def read_plain(text: str) -> Number | None:
@@ -88,10 +87,33 @@ def read_plain(text: str) -> Number | None:
     return _in_words(text)
 
 
-def decimal_comma(text: str) -> Fraction | None:
-    """Value of "3,14" as written where a comma marks decimals; `None` for what could be thousands."""
-    match = _DECIMAL_COMMA.fullmatch(text)
-    return Fraction(f"{match[1]}.{match[2]}") if match and len(text) < _MAX_CHARACTERS else None
+_SPAN = re.compile(
+    rf"({_DECIMAL})(%?)-({_DECIMAL})(%?)|({_DECIMAL}|\d+/\d+)(%?) to ({_DECIMAL}|\d+/\d+)(%?)", re.ASCII
+)
+
+
+def read_span(text: str) -> tuple[Fraction, Fraction, str] | None:
+    """Return the ends of a range and its sign: "5-6%" goes from 5 to 6 with a percent sign. 6-5 is a difference.
+
+    Example:
+        >>> read_span("5-6%")
+        (Fraction(5, 1), Fraction(6, 1), '%')
+    """
+    match = _SPAN.fullmatch(text) if len(text) <= _MAX_CHARACTERS else None
+    if match is None:
+        return None
+    low, low_sign, high, high_sign = (group for group in match.groups() if group is not None)
+    ends = [Fraction(end.replace(",", "").replace(" ", "")) for end in (low, high) if not end.endswith("/0")]
+    return (ends[0], ends[1], high_sign) if len(ends) == 2 and ends[0] < ends[1] and low_sign <= high_sign else None
+
+
+def decimal_comma(answer: Answer) -> Fraction | None:
+    """Value of "3,14" where a comma marks decimals; `None` for what could be thousands or, as "3, 14" and "2,0", a list."""
+    match = _DECIMAL_COMMA.fullmatch(answer.form) if len(answer.form) < _MAX_CHARACTERS else None
+    if match is None or re.search(r",\s", answer.raw):
+        return None
+    value = Fraction(f"{match[1]}.{match[2]}")
+    return value if value.denominator > 1 else None
 
 
 def _in_words(text: str) -> Number | None:
@@ -159,8 +181,8 @@ def _repeating(text: str) -> Fraction | None:
     return Fraction(f"{match[1] or 0}.{match[2]}0") + Fraction(int(match[3]), 9 * 10 ** len(match[2]))
 
 
-def _half_unit(text: str) -> Fraction:
-    """Half a unit of the last decimal written."""
+def half_unit(text: str) -> Fraction:
+    """Return half a unit of the last decimal written, 0 for what is no decimal."""
     decimals = re.fullmatch(r"[+-]?[\d, ]*\.?(\d*)\s?%?", text)
     return Fraction(1, 2 * 10 ** len(decimals[1])) if decimals else Fraction(0)
 

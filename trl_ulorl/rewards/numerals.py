@@ -184,6 +184,8 @@ def _part(tokens: list[str]) -> Fraction | None:
     if parts is None or len(tokens) < 2:
         return None
     head = tokens[:-1]
+    if head[-1] in _TEN and parts < 10 and not name.endswith("s"):
+        return None  # twenty-third is an ordinal
     if head == ["a"] or head == ["one"]:
         return None if name.endswith("s") else Fraction(1, parts)
     if head[-1] == "one" and len(head) > 1 and parts in (100, 1000, 10**6):
@@ -200,6 +202,38 @@ def _scaled_part(tokens: list[str]) -> Fraction | None:
     head = tokens[:-2]
     part = _part(head[:-1] if head[-1:] == ["of"] else head)
     return None if part is None else part * scale
+
+
+_ORDINAL = re.compile(r"(\d{1,15})(?:\s?|\^\{?\s?)(?:st|nd|rd|th)\}?", re.ASCII)
+_ORDINALS = {"first": "one", "second": "two"} | {
+    name: next(word for word, value in (_SMALL | _TEN).items() if value == parts)
+    for name, parts in _PARTS.items()
+    if name not in ("half", "halve", "quarter") and parts < 100
+}
+
+
+def read_ordinal(text: str) -> int | None:
+    """Rank that an ordinal names, in digits, English or Chinese; `None` if it is none.
+
+    Args:
+        text: The whole text, any case.
+
+    Example:
+        >>> read_ordinal("3rd"), read_ordinal("twenty-first"), read_ordinal("第三")
+        (3, 21, 3)
+    """
+    if len(text) > _MAX_CHARACTERS:
+        return None
+    text = text.casefold().strip()
+    match = _ORDINAL.fullmatch(text)
+    if match:
+        return int(match[1])
+    if text.startswith("第"):
+        rank = read_chinese(text[1:]) if not text[1:].isdecimal() else Fraction(text[1:])
+    else:
+        last = re.split(r"[\s-]", text)[-1]
+        rank = read_english(text.removesuffix(last) + _ORDINALS[last]) if last in _ORDINALS else None
+    return int(rank) if rank is not None and rank.denominator == 1 else None
 
 
 # ------------------------------------------------------------------------------------------------------------- Chinese

@@ -14,6 +14,7 @@ from .errors import Refused
 from .extraction import extract_answer, extract_reference
 from .normalize import Answer, to_answer
 from .numbers import Number, decimal_comma, read_number, same_value
+from .numerals import read_ordinal
 from .units import Formulas, same_quantity
 
 
@@ -222,10 +223,18 @@ def _number(prediction: Answer, reference: Answer) -> tuple[bool, str, str, bool
     if left is not None and right is not None:
         return same_value(left, right), str(left), str(right), False
     for number, other in ((left, reference), (right, prediction)):
-        value = decimal_comma(other.form)
+        value = decimal_comma(other)
         if number is not None and value is not None and number.value == value:  # 3,14 for 3.14
             return True, str(value), str(value), False
-    return None
+    return _ordinal(prediction, reference)
+
+
+def _ordinal(prediction: Answer, reference: Answer) -> tuple[bool, str, str, bool] | None:
+    """Ordinals, in words or digits."""
+    ranks = read_ordinal(prediction.form), read_ordinal(reference.form)
+    if ranks[0] is None or ranks[1] is None:
+        return None
+    return ranks[0] == ranks[1], f"{ranks[0]}.", f"{ranks[1]}.", False
 
 
 def _quantity(prediction: Answer, reference: Answer) -> tuple[bool, str, str, bool] | Formulas | None:

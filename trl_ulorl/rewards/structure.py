@@ -9,8 +9,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 from .formula import MAX_CHARACTERS, Node, Unreadable, Unsupported, read_formula
-from .items import Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text
-from .numbers import Number, read_plain
+from .items import Congruence, Interval, Item, Matrix, Named, Relation, Rounded, Scalar, Sequence, Text, determinant
+from .numbers import Number, read_plain, read_span
 from .regions import joined_region
 from .values import exact_value
 
@@ -24,7 +24,8 @@ def read_structure(text: str, *, depth: int = 0) -> Item:
     text = _FRENCH.sub(_brackets_to_parentheses, _unwrapped(_system(text.strip())))
     if depth > _MAX_DEPTH or len(text) > MAX_CHARACTERS or not _is_balanced(text):
         return Text(text)
-    for reader in (_implication, _joined, _matrix, _set_builder, _union, _relation, _signs, _bracketed):
+    readers = (_span, _implication, _congruence, _joined, _matrix, _set_builder, _union, _relation, _signs, _bracketed)
+    for reader in readers:
         item = reader(text, depth)
         if item is not None:
             return item
@@ -127,7 +128,18 @@ def _closes_at_end(text: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------- readers
 
+
+def _span(text: str, depth: int) -> Item | None:
+    """A range as the whole answer, which is no difference: 5-6 is not -1."""
+    span = read_span(text.strip("()[]")) if depth == 0 else None
+    return Text(f"{span[0]} to {span[1]}{span[2]}") if span else None
+
+
 _IMPLIES = re.compile(r"\\Rightarrow(?![A-Za-z])|=>")
+_MODULO = re.compile(
+    r"(?P<left>.{1,100}?)\\equiv(?![A-Za-z])(?P<residues>.{1,200}?)\s?(?P<bracket>\()?\\?[pb]?mod(?![A-Za-z])\s?"
+    r"(?P<modulus>\{(?:[^{}]|\{[^{}]*\})*\}|[\w^+\-*]+)(?(bracket)\))"
+)
 _RELATION_SIGN = re.compile(
     r"\\(?:le|ge|ne|in|approx|equiv|sim|simeq|perp|parallel|cong|propto|notin|subset|subseteq|supset|to|ll|gg|mapsto|pmod|bmod|mod)(?![A-Za-z])"
     r"|[<>=:]=?"
@@ -141,7 +153,7 @@ _AND = re.compile(r"(?<![A-Za-z\\])and(?![A-Za-z])|\\(?:land|wedge)(?![A-Za-z])|
 _LOGICAL = re.compile(r"\\(?:lor|vee|land|wedge)(?![A-Za-z])")
 _THOUSANDS = re.compile(r"(?:[^,=]*=)?[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _ORDERED = re.compile(r"[A-Za-z]{3,}|\\ldots|[\u3400-\u9fff]")
-_FUNCTION_WORDS = re.compile(r"\\[A-Za-z]+|(?:arc)?(?:sin|cos|tan)h?|exp|log|sqrt|max|min|gcd|lcm|sec|csc|cot")
+_FUNCTION_WORDS = re.compile(r"\\[A-Za-z]+|(?:arc)?(?:sin|cos|tan)h?|exp|log|sqrt|max|min|gcd|lcm|mod|sec|csc|cot")
 
 
 def _implication(text: str, depth: int) -> Item | None:
@@ -173,13 +185,26 @@ def _joined(text: str, depth: int) -> Item | None:
     ):
         return Named(first.name, Sequence(tuple(item.value for item in items if isinstance(item, Named)), "list"))
     is_ordered = bool(_ORDERED.search(_FUNCTION_WORDS.sub("", text))) or r"\ldots" in text
-    if not _LOGICAL.search(text) and not any(isinstance(item, Named | Relation) for item in items):
+    if not _LOGICAL.search(text) and not any(isinstance(item, Named | Relation | Congruence) for item in items):
         joints = ()  # the solutions 1 and 2 are 1 or 2
     return Sequence(tuple(items), "list", is_ordered=is_ordered or len(joints) > 1, joints=joints)
 
 
 def _joint(sign: str) -> str:
     return "or" if _OR.fullmatch(sign) else "and" if _AND.fullmatch(sign) else ""
+
+
+def _congruence(text: str, depth: int) -> Item | None:
+    r"""`x \equiv 1, 2 \pmod 4` is one congruence for each residue."""
+    match = _MODULO.fullmatch(text) if text.count(r"\equiv") == 1 else None
+    if match is None:
+        return None
+    left, residues, modulus = (
+        read_structure(match[name], depth=depth + 1) for name in ("left", "residues", "modulus")
+    )
+    several = residues.items if isinstance(residues, Sequence) and residues.kind == "list" else (residues,)
+    items = tuple(Congruence(left, residue, modulus) for residue in several)
+    return items[0] if len(items) == 1 else Sequence(items, "list")
 
 
 _MATRIX = re.compile(
@@ -192,7 +217,7 @@ def _matrix(text: str, depth: int) -> Item | None:
     if text[:1] in ("(", "[") and text[-1:] in (")", "]"):
         body = text[1:-1]
     match = _MATRIX.fullmatch(body)
-    if match is None or r"\begin" in match[2] or match[1] in ("vmatrix", "Vmatrix"):
+    if match is None or r"\begin" in match[2] or match[1] == "Vmatrix":
         return None
     lines = [line for line in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if line.strip()]
     if match[1] in ("cases", "aligned"):
@@ -203,7 +228,10 @@ def _matrix(text: str, depth: int) -> Item | None:
     rows = tuple(tuple(read_structure(cell, depth=depth + 1) for cell in line.split("&")) for line in lines)
     if not rows or len(rows) > _MAX_ITEMS or len({len(row) for row in rows}) > 1:
         return None
-    return Matrix(rows)
+    if match[1] != "vmatrix":
+        return Matrix(rows)
+    value = determinant(rows)
+    return Scalar(value, text) if value else None
 
 
 _BUILDER = re.compile(r"\\\{(\w+)(?:\\in(?:\\mathbb\{R\}|R))?[|:](.*)\\\}", re.DOTALL)
@@ -296,7 +324,16 @@ def _named(left: str, right: str, depth: int) -> Item | None:
     if names is None:
         return None
     value = read_structure(right, depth=depth + 1)
-    return value if isinstance(value, Interval | Sequence) else None  # (n, k) = (2, 45)
+    values: tuple[Item | None, ...] = ()
+    if isinstance(value, Interval) and all(value.is_open):
+        values = value.low, value.high
+    elif isinstance(value, Sequence) and value.kind == "tuple":
+        values = value.items
+    pairs = list(zip(names[1].split(","), values, strict=False))
+    named = tuple(Named(name, each) for name, each in pairs if each is not None)
+    if len(named) == names[1].count(",") + 1 == len(values):
+        return Sequence(named, "list")  # (n, k) = (2, 45) says n = 2 and k = 45
+    return value if isinstance(value, Interval | Sequence) else None
 
 
 def _name(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from . import unit_names
 from .normalize import Answer, to_answer
-from .numbers import Number, read_number, read_plain, same_value
+from .numbers import Number, read_number, read_plain, read_span, same_value
 from .unit_reader import COUNT, DEGREES, RADIANS, TEMPERATURE, Unit, currency_unit, read_unit
 
 _MAX_CHARACTERS = 200
@@ -145,6 +145,9 @@ def _is_formula(answer: Answer) -> bool:
 
 
 def _scaled(text: str, unit: Unit) -> str:
+    span = read_span(text)
+    if span is not None:
+        return f"{span[0] * unit.factor} to {span[1] * unit.factor}{span[2]}"
     if unit.factor == 1:
         return rf"({text})\cdot\pi/180" if unit.dimensions == DEGREES else text
     return rf"({text})\cdot({unit.factor.numerator}/{unit.factor.denominator})"
@@ -159,7 +162,7 @@ _CHINESE_RATE = re.compile(
 )
 # Where a unit may begin: after what can end a value.
 _START = re.compile(
-    r"(?<=[\d)}.])(?=[^\d)}.,+\-*=<>!{(\[])|(?<=\w) (?=[A-Za-z])|(?<=[\da-z\u3400-\u9fff])(?=[\u3400-\u9fff])|(?=\\text\{)"
+    r"(?<=[\d)}.!])(?=[^\d)}.!,+\-*=<>!{(\[])|(?<=\w) (?=[A-Za-z])|(?<=[\da-z\u3400-\u9fff])(?=[\u3400-\u9fff])|(?=\\text\{)"
 )
 _FLAT = re.compile(r"\\text\{((?:[^{}]|\{[^{}]*\})*)\}")
 _PART = re.compile(

@@ -231,9 +231,7 @@ def _power(base: Any, exponent: Any) -> Any:
     if not base:
         if context.re(exponent) > 0:
             return context.mpf(0)
-        if not exponent:
-            return context.mpf(1)
-        raise Undefined
+        raise Undefined  # 0^0 too, which may be what is asked
     if _size(exponent) > 60:
         raise TooLarge
     if abs(_size(base)) > 2 or _size(exponent) > 30:
