@@ -628,12 +628,14 @@ class UloRLTrainer(ResumableTrainer):
         return output
 
     def end(self) -> None:
-        """Finish the trackers, a colocated vLLM and the process group, at the very end of a script.
+        """Finish the trackers, a colocated vLLM and the process group, at the very end of a script, on every rank.
 
-        Newer releases of transformers have this method too, without vLLM.
+        The ranks wait for each other: a launcher takes the first one that fails, in its exit too, as a reason to stop those
+        that still write. Newer releases of transformers have this method too, without vLLM.
         """
         if self.args.use_vllm and self.args.vllm_mode == "colocate":
             self.vllm_generation.shutdown()
+        self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
     # ---------------------------------------------------------------------------------------------- state of the rollout

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -17,7 +18,14 @@ from transformers import ProgressCallback
 
 from trl_ulorl import UloRLTrainer
 
-OWN = ("fails_on_rank", "leaves_padding", "resume", "signal_on_rank", "at_step")  # not the configuration's
+OWN = (
+    "fails_on_rank",
+    "leaves_padding",
+    "resume",
+    "signal_on_rank",
+    "at_step",
+    "slow_rank",
+)  # not the configuration's
 
 
 def main(folder: Path, overrides: dict) -> None:
@@ -57,7 +65,12 @@ def main(folder: Path, overrides: dict) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+    if trainer.accelerator.process_index == overrides.get("slow_rank"):
+        time.sleep(1)
+    before = time.monotonic()
     trainer.end()  # a process group that is still up at exit may abort the process
+    times = {"before": before, "after": time.monotonic()}
+    (folder / f"end{os.environ['RANK']}.json").write_text(json.dumps(times))
 
 
 if __name__ == "__main__":

@@ -65,6 +65,13 @@ def test_a_reward_that_raises_on_one_rank_does_not_stop_the_other(tmp_path):
     assert ranks[0]["ledger"]["groups"]["set_aside"] + ranks[0]["history"][-2]["rollout/filled_groups"] > 0
 
 
+def test_ranks_end_together(tmp_path):
+    """A launcher stops all when one fails in its exit, and rank 0 may still write."""
+    run_two_ranks(tmp_path, max_steps=1, slow_rank=0)
+    first, second = (json.loads((tmp_path / f"end{rank}.json").read_text()) for rank in range(2))
+    assert second["before"] < first["before"] <= second["after"]
+
+
 def without_and_with(option, tmp_path, **settings):
     """Return what rank 0 ended with, by whether an option was set."""
     runs = {}

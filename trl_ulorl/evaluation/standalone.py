@@ -112,7 +112,8 @@ class Evaluation:
         )
 
     def close(self) -> None:
-        """Leave the process group, at the very end."""
+        """Leave the process group, at the very end, when all have come to it: see `UloRLTrainer.end`."""
+        self._accelerator.wait_for_everyone()
         self._accelerator.end_training()
 
     def _sample(self, judge: Judge) -> None:
