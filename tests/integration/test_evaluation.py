@@ -171,6 +171,25 @@ def test_the_callback_before_and_after_training(tmp_path):
     assert np.isfinite(callback.after.accuracy)
 
 
+@pytest.mark.parametrize(
+    ("problems", "k", "temperature", "changed"),
+    [
+        (make_dataset(6), 4, 0.85, "`k`"),
+        (make_dataset(5), 3, 0.85, "`problems`"),
+        (make_dataset(6), 3, 0.5, "`temperature`"),
+    ],
+)
+def test_a_resumed_run_shows_no_gain_over_another_measurement(tmp_path, caplog, problems, k, temperature, changed):
+    trainer = make_trainer(tmp_path, num_segments=2, max_steps=1)
+    first = EvaluationCallback(trainer, make_dataset(6), k=3, reward=length_reward, at_ends=True)
+    first.on_train_begin(trainer.args, trainer.state, trainer.control)
+    trainer.args.temperature = temperature
+    resumed = EvaluationCallback(trainer, problems, k=k, reward=length_reward, at_ends=True, is_resumed=True)
+    resumed.on_train_begin(trainer.args, trainer.state, trainer.control)
+    assert resumed.before is None
+    assert f"it had other {changed}, so no gain" in caplog.text
+
+
 def test_a_held_out_prompt_without_room_for_an_answer_counts_as_truncated(tmp_path):
     """As in `trl-ulorl eval`: it is found in the midst of a run, which it must not end."""
     trainer = make_trainer(tmp_path, num_segments=2, max_steps=1)

@@ -459,9 +459,15 @@ def test_inside_a_batch_other_ranks_are_refused_and_the_batch_can_be_set_aside(t
     [
         ({"num_generations": 3}, r"`num_generations` 2, but this run has 3.*Resume with the same value"),
         ({"cap": 20}, r"`max_completion_length` 40, but this run has 20.*Resume with the same value"),
-        ({"num_segments": 1}, r"`num_segments == 1` False, but this run has True.*Resume with the same value"),
+        (
+            {"num_segments": 1},
+            r"saved with several segments, but this run has one segment.*Resume with the same value",
+        ),
         ({"reward_weights": (1.0, 1.0)}, r"`number of reward functions` 1, but this run has 2"),
-        ({"seed": 1}, r"saved with seed=0, but this run has seed=1.*Resume with the same training set"),
+        (
+            {"seed": 1},
+            r"state\.json: The stream .*with seed=0, but this run has seed=1.*Resume with the same training set",
+        ),
     ],
 )
 def test_a_state_of_other_settings_is_refused(tmp_path, changed, message):

@@ -92,7 +92,9 @@ def test_training_with_the_verifier_needs_references(tmp_path):
 
     (tmp_path / "mine.jsonl").write_text(lines([{"prompt": "1+1="}]))
     script = ScriptArguments(dataset_name=str(tmp_path / "mine.jsonl"), eval_problems=0)
-    with pytest.raises(ValueError, match=r"reference answers\. Name the one that holds them"):
+    with pytest.raises(
+        ValueError, match=r"reference answers\. Rename the column to `answer`, .* the one that holds them"
+    ):
         load_data(script, 0, is_chat=False)
     script.reward = "my_module:f"
     assert load_data(script, 0, is_chat=False)[0].column_names == ["prompt"]
@@ -135,7 +137,7 @@ def test_problems_are_known_by_their_text():
     [
         (lines(ROWS), ["--prompt_column", "task"], "no 'task' for the questions"),
         (lines(ROWS), ["--answer_column", "gold"], "no 'gold' for the reference answers"),
-        (lines([{"text": "1+1=", "answer": "2"}]), [], "Name the one that holds them"),
+        (lines([{"text": "1+1=", "answer": "2"}]), [], "`--prompt_column` name the one that holds them"),
         (lines([{"problem": "1+1="}]), [], "one of `answer`, `final_answer`"),
         (
             lines([*ROWS, {"problem": "1+3=", "answer": None}, {"problem": "1+4=", "answer": " "}]),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_ulorl import VerifierReward
+from trl_ulorl.cli.summary import _table
 from trl_ulorl.evaluation.report import OtherRun, figures, table
 from trl_ulorl.evaluation.runner import EvaluationResult, Judge, Try
 from trl_ulorl.evaluation.samples import SampleFile
@@ -47,9 +48,15 @@ def test_tries_are_arranged_by_problem():
 
 
 def test_a_result_survives_json():
-    again = EvaluationResult.from_json(result().to_json())
+    again = EvaluationResult.from_json(json.loads(json.dumps(result().to_json())))
     assert again.to_json() == result().to_json()
     assert again.is_truncated.dtype == bool and again.lengths.dtype == np.int64
+
+
+def test_a_training_summary_shows_a_gain_only_over_a_figure_before():
+    both, alone = _table(result(), result(), 2), _table(None, result(), 2)
+    assert [line.split()[0] for line in both] == ["Held-out", "avg@2", "before", "after", "gain"]
+    assert [line.split()[0] for line in alone] == ["Held-out", "avg@2", "after"]
 
 
 @pytest.mark.parametrize("tries", [[], TRIES[:3], [*TRIES[:3], a_try(0, 0)], [*TRIES, a_try(2, 0), a_try(2, 1)]])

@@ -57,7 +57,7 @@ def finish(trainer: UloRLTrainer, evaluation: EvaluationCallback | None) -> None
     plots = save_plots(history, records, folder)
 
     lines = [""]
-    if evaluation is not None and before is not None and after is not None:
+    if evaluation is not None and after is not None:
         lines += _table(before, after, evaluation.k)
     lines += _ledger(summary["ledger"])
     lines.append("Where the time went: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in times.items()))
@@ -81,18 +81,21 @@ def _mean(values: list[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _table(before: EvaluationResult, after: EvaluationResult, k: int) -> list[str]:
-    gain = 100 * (after.accuracy - before.accuracy)
+def _table(before: EvaluationResult | None, after: EvaluationResult, k: int) -> list[str]:
     lines = [
-        f"Held-out problems: {len(before.is_correct)}, {k} answers each",
+        f"Held-out problems: {len(after.is_correct)}, {k} answers each",
         f"            avg@{k:<3} standard error   truncated   mean length",
     ]
     for name, result in (("before", before), ("after", after)):
+        if result is None:
+            continue
         lines.append(
             f"  {name:8}  {100 * result.accuracy:5.1f} %  {_points(result.standard_error):>12}   "
             f"{result.truncated_fraction:8.1%}   {result.lengths.mean():8.1f}"
         )
-    return [*lines, f"  gain      {gain:+5.1f} points"]
+    if before is not None:
+        lines.append(f"  gain      {100 * (after.accuracy - before.accuracy):+5.1f} points")
+    return lines
 
 
 def _points(error: float) -> str:

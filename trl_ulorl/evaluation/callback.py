@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +15,15 @@ import torch
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..records import write_json
 from .metrics import maj_at_k, pass_at_k
+from .problems import problem_ids
 from .runner import EvaluationResult, Reward, sample_and_score
 
 if TYPE_CHECKING:
     from ..trainer import UloRLTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluationCallback(TrainerCallback):
@@ -34,10 +41,11 @@ class EvaluationCallback(TrainerCallback):
         reward: A reward function in TRL's form that gives 1 for a right answer and 0 for a wrong one.
         every_steps: Optimizer steps between evaluations; None for none during training.
         at_ends: Whether to evaluate before and after training too.
-        is_resumed: Whether training takes up a checkpoint: what was measured before it is read from the output folder.
+        is_resumed: Whether training takes up a checkpoint: what was measured before it is read from the output folder, unless
+            problems, `k` or sampling are others now.
 
     Attributes:
-        before: The result before training.
+        before: The result before training; None where a resumed run has none to compare with.
         after: The result after training.
 
     Raises:
@@ -88,11 +96,20 @@ class EvaluationCallback(TrainerCallback):
         if not self._at_ends:
             return
         if self._is_resumed and self._path.exists():
-            self.before = EvaluationResult.from_json(self._path.read_text(encoding="utf-8"))
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            changed = [name for name, value in self._setting().items() if kept["setting"].get(name) != value]
+            if changed:
+                logger.warning(
+                    "What %s measured before training is left out: it had other %s, so no gain can be told from it.",
+                    self._path,
+                    ", ".join(f"`{name}`" for name in changed),
+                )
+            else:
+                self.before = EvaluationResult.from_json(kept["result"])
             return
         self.before = self._evaluate("held-out, before")
         if state.is_world_process_zero:
-            self._path.write_text(self.before.to_json(), encoding="utf-8")
+            write_json(self._path, {"setting": self._setting(), "result": self.before.to_json()})
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -111,6 +128,13 @@ class EvaluationCallback(TrainerCallback):
         """Evaluate after training."""
         if self._at_ends and not self._trainer.is_stopping:  # a run that was stopped is not at its end
             self.after = self._evaluate("held-out, after")
+
+    def _setting(self) -> dict[str, Any]:
+        """Return what evaluations must have in common to be compared."""
+        args = self._trainer.args
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
+        problems = hashlib.sha256("".join(problem_ids(self._problems)).encode()).hexdigest()[:16]
+        return {"problems": problems, "k": self._k, **{name: getattr(args, name) for name in names}}
 
     def _evaluate(self, name: str) -> EvaluationResult:
         result = sample_and_score(self._trainer, self._problems, k=self._k, reward=self._reward, name=name)

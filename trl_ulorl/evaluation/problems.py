@@ -132,9 +132,10 @@ def _with_column(
     names = column_names(rows)
     column = wanted or next((each for each in usual if each in names), None)
     if column is None or column not in names:
-        known = f"{wanted!r}" if wanted else f"one of {', '.join(f'`{each}`' for each in usual)}"
+        known = f"no {wanted!r}" if wanted else f"none of {', '.join(f'`{each}`' for each in usual)}"
+        way_out = "Name" if wanted else f"Rename the column to `{name}`, or where a command has `--{name}_column` name"
         raise ValueError(
-            f"{source!r} has the columns {rows.column_names}, but no {known} for the {what}. Name the one that holds them."
+            f"{source!r} has the columns {rows.column_names}, but {known} for the {what}. {way_out} the one that holds them."
         )
     if column == name:
         return rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -112,20 +111,16 @@ class EvaluationResult:
         """Share of tries that reached the length limit."""
         return float(self.is_truncated.mean())
 
-    def to_json(self) -> str:
-        """Write the result as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return json.dumps(
-            {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
-        )
+        return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
 
     @classmethod
-    def from_json(cls, text: str) -> EvaluationResult:
-        """Read what `to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
+    def from_json(cls, values: dict[str, Any]) -> EvaluationResult:
+        """Take what `to_json` gave."""
         arrays = ("is_correct", "lengths", "is_truncated", "is_undecided")
-        values |= {key: np.array(values[key]) for key in arrays}
-        return cls(**values)
+        return cls(**values | {key: np.array(values[key]) for key in arrays})
 
 
 class Judge:

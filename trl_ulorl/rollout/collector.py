@@ -38,6 +38,7 @@ from .selection import has_baseline, is_mixed, settle_rewards
 
 logger = logging.getLogger(__name__)
 
+ON_POLICY = "num_segments == 1"  # name of a setting in checkpoints
 MAX_REFILL_ROUNDS = 10  # rounds beyond `num_segments` before a batch is filled with filtered groups
 
 
@@ -444,7 +445,7 @@ class ExperienceCollector(ABC):
         return {
             "num_generations": self._settings.num_generations,
             "max_completion_length": self._settings.max_completion_length,
-            "num_segments == 1": self.schedule.is_on_policy,
+            ON_POLICY: self.schedule.is_on_policy,
             "number of reward functions": len(self._settings.reward_weights),
         }
 

@@ -6,6 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+class OtherPromptsError(ValueError):
+    """A position belongs to the stream of another data set, seed or shuffling."""
+
+
 class PromptStream:
     """Endless row indices over a data set: each epoch visits every row once, in an order of its own.
 
@@ -68,8 +72,8 @@ class PromptStream:
         """Go to a position that `state_dict` returned.
 
         Raises:
-            ValueError: If it is no position, or if the data set, the seed or the shuffling differs: the rows would be
-                others.
+            ValueError: If it is no position.
+            OtherPromptsError: If the data set, the seed or the shuffling differs: the rows would be others.
         """
         mine = self.state_dict()
         is_position = isinstance(state, dict) and state.keys() == mine.keys()
@@ -77,10 +81,10 @@ class PromptStream:
             raise ValueError(f"it holds no position in a stream of prompts: {str(state)[:200]}")
         changed = [key for key in ("num_rows", "seed", "shuffle") if state[key] != mine[key]]
         if changed:
-            raise ValueError(
+            raise OtherPromptsError(
                 f"The stream of prompts was saved with {', '.join(f'{k}={state[k]}' for k in changed)}, but this run "
                 f"has {', '.join(f'{k}={mine[k]}' for k in changed)}: row indices would mean other prompts. Resume with "
-                "the same training set, `seed` and `shuffle_dataset`."
+                "the same training set, `seed` (`data_seed` where given) and `shuffle_dataset`."
             )
         if state["epoch"] < 0 or not 0 <= state["position"] <= self._num_rows:
             raise ValueError(f"it has position {state['position']} of {self._num_rows} in epoch {state['epoch']}")

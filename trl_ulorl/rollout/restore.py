@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .collector import ExperienceCollector, Ticket
+from .collector import ON_POLICY, ExperienceCollector, Ticket
 from .packing import (
     RECORD_TYPES,
     TOKEN_TYPES,
@@ -26,6 +26,7 @@ from .packing import (
     unpack_groups,
 )
 from .pool import Ledger, RolloutGroup, is_count
+from .prompts import OtherPromptsError
 from .schedule import dealt_owners, expected_remaining
 from .state import GROUPS, SHARED, STATE, WAY_ON, Ranks, StateError, damaged, read_state
 
@@ -93,6 +94,8 @@ class Reader:
         try:
             ledger.load_state_dict(content.get("ledger"))
             prompts.load_state_dict(content.get("prompts"))  # type: ignore[arg-type]
+        except OtherPromptsError as error:
+            raise StateError(f"{self._saved.folder / STATE}: {error} {WAY_ON}") from error
         except ValueError as error:
             raise self._wrong(str(error).rstrip(".")) from error
         self._ledger = ledger
@@ -112,8 +115,11 @@ class Reader:
             raise self._wrong("it holds no settings")
         for name, value in mine.items():
             if settings[name] != value:
+                saved, here = f"`{name}` {settings[name]}", str(value)
+                if name == ON_POLICY:
+                    saved, here = ("one segment" if each else "several segments" for each in (settings[name], value))
                 raise StateError(
-                    f"{self._saved.folder / STATE} was saved with `{name}` {settings[name]}, but this run has {value}: its "
+                    f"{self._saved.folder / STATE} was saved with {saved}, but this run has {here}: its "
                     f"groups in progress could not be trained on. Resume with the same value. {WAY_ON}"
                 )
 
