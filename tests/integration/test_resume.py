@@ -301,6 +301,15 @@ def test_a_signal_between_the_batches_of_an_update_waits_for_its_end(tmp_path):
     assert_same_run(resumed, whole)
 
 
+@pytest.fixture
+def interrupts():
+    """Let Ctrl-C through: a shell starts what runs in its background with interrupts ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_a_second_interrupt_ends_at_once(tmp_path):
     class Impatient:
         def decode(self, requests):
@@ -315,6 +324,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
     trainer.ledger()  # balances
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_without_graceful_stop_an_interrupt_is_an_interrupt(tmp_path):
     trainer = make_trainer(tmp_path, graceful_stop=False)
     trainer._collector.engine = Stopping(trainer._collector.engine, signal.SIGINT, 1)
