@@ -464,9 +464,8 @@ class Worker:
             seconds = np.median([timed(lambda batch=batch: list(engine.decode(batch))) for batch in requests])
             request_seconds[length] = float(seconds) / PREFILLS
         short, long = REQUEST_LENGTHS
-        per_token = max(
-            1e-7, (request_seconds[long] - request_seconds[short]) / (long - short)
-        )  # noise may swallow it
+        # Noise may swallow it.
+        per_token = max(1e-7, (request_seconds[long] - request_seconds[short]) / (long - short))
         # The step that computes a prompt also gives its first token, among those of the sequences that decode.
         in_step = curve[str(PREFILLS)] / PREFILLS
         sync = timed(lambda: [trainer.vllm_generation.sync_weights() for _ in range(4)]) / 4

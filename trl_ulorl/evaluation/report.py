@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..records import finite
 from .metrics import (
     confidence_interval,
     length_statistics,
@@ -47,8 +47,8 @@ def figures(result: EvaluationResult, *, k: int, ids: Sequence[str]) -> dict[str
     ):
         prefix = "" if name == "avg_at_k" else f"{name}_"
         values[name], error = mean_and_error(per_problem)
-        values[f"{prefix}standard_error"] = _defined(error)
-        values[f"{prefix}confidence_interval"] = [_defined(end) for end in confidence_interval(per_problem)]
+        values[f"{prefix}standard_error"] = finite(error)
+        values[f"{prefix}confidence_interval"] = finite(confidence_interval(per_problem))
     powers = [2**exponent for exponent in range(num_tries.bit_length())]
     values["pass_at"] = {
         str(each): float(pass_shares(result.is_correct, each).mean()) for each in sorted({*powers, k, num_tries})
@@ -68,10 +68,6 @@ def figures(result: EvaluationResult, *, k: int, ids: Sequence[str]) -> dict[str
             )
         ],
     }
-
-
-def _defined(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 class OtherRun:
@@ -123,8 +119,8 @@ class OtherRun:
             "with": str(self._path),
             "avg_at_k": self.accuracy,
             **asdict(test),
-            "standard_error": _defined(test.standard_error),
-            "confidence_interval": [_defined(end) for end in test.confidence_interval],
+            "standard_error": finite(test.standard_error),
+            "confidence_interval": finite(test.confidence_interval),
         }
 
 
